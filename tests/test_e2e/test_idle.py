@@ -1,6 +1,7 @@
 """Idle processes cost nothing: they wait on sockets and wake up for their beats only."""
 
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -13,6 +14,14 @@ from headrace_testing.headrace_up import MODEL, UpProcess
 IDLE_S = 4.0
 MAX_CPU_SHARE = 0.02
 MAX_SWITCHES_PER_S = 50
+
+
+@pytest.fixture
+def up(tmp_path: Path) -> Iterator[UpProcess]:
+    """Served no other test, whose requests may have started pools of processes."""
+    with UpProcess(tmp_path) as up:
+        up.until_served()
+        yield up
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,10 +42,10 @@ def spent(process: psutil.Process) -> Spent:
 
 
 @pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="no /proc")
-def test_up_is_idle_without_requests(served: UpProcess) -> None:
+def test_up_is_idle_without_requests(up: UpProcess) -> None:
     body = {"model": MODEL, "messages": [{"role": "user", "content": "Hello!"}]}
-    httpx.post(f"{served.url}/v1/chat/completions", json=body).raise_for_status()
-    processes = [psutil.Process(served.pid), *served.children()]
+    httpx.post(f"{up.url}/v1/chat/completions", json=body).raise_for_status()
+    processes = [psutil.Process(up.pid), *up.children()]
     assert len(processes) == 4
     before = [spent(process) for process in processes]
     time.sleep(IDLE_S)  # the span that is measured, not a wait for something
