@@ -1,6 +1,7 @@
 """What the families of hybrid decoders have in common: fields of config.json, and the vocabulary's
 tensors."""
 
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
@@ -11,12 +12,13 @@ from ...attention.reference import ReferenceBackend
 from ...checkpoints.architectures import Architecture
 from ...checkpoints.fields import Fields
 from ...checkpoints.rope import RopeConfig, read_rope
-from ...core.attention_backend import AttentionBackend
+from ...core.attention_backend import AttentionBackend, LayerParams
 from ...layers.layers import Linear
-from ...operators.base import Ops, TorchOps
+from ...operators.base import HeadShape, Ops, QKNorm, TorchOps
 from ..context import pick_context
 from ..rotary.rotary import RotaryTable
 from .decoder import HybridWeights
+from .layers import AttentionLayer
 from .tensors import ExpectedTensors, Tensors
 
 
@@ -29,12 +31,15 @@ class Parts:
     dtype: torch.dtype
 
 
-class Family:
+class Family(ABC):
     """The shape of one checkpoint, read from its config.json. The names of the decoder's tensors
     begin with `prefix`."""
 
     architecture: ClassVar[Architecture]
+    heads: int
+    kv_heads: int
     head_dim: int
+    eps: float
     tied: bool
 
     def __init__(self, fields: Fields) -> None:
@@ -63,9 +68,9 @@ class Family:
             return RotaryTable.unrotated(self.head_dim, length, device)
         return RotaryTable(rope, self.head_dim, self.positions, length, device)
 
+    @abstractmethod
     def build(self, tensors: Tensors, parts: Parts) -> HybridWeights:
         """Asks `tensors` for all tensors of the checkpoint, and makes the decoder's weights."""
-        raise NotImplementedError
 
     def shape(self, dtype: torch.dtype) -> HybridWeights:
         """The decoder with weights that take no memory: for the shapes of its KV and states."""
@@ -76,6 +81,36 @@ class Family:
         """The output matrix, which may be the embedding."""
         name = f"{self.prefix}embed_tokens" if self.tied else "lm_head"
         return tensors.linear({name: self.vocab}, self.hidden)
+
+    def attention(
+        self,
+        tensors: Tensors,
+        parts: Parts,
+        prefix: str,
+        index: int,
+        *,
+        scale: float,
+        norm: QKNorm | None = None,
+        bias: bool = False,
+        gated: bool = False,
+        output: str = "o_proj",
+    ) -> AttentionLayer:
+        """The attention whose tensors' names begin with `prefix`, number `index` of its kind.
+        `output` is the name of its last matrix. With `gated` its query has a gate for each
+        element."""
+        hidden, q, kv = self.hidden, self.heads * self.head_dim, self.kv_heads * self.head_dim
+        return AttentionLayer(
+            index=index,
+            query=tensors.linear({f"{prefix}q_proj": (1 + gated) * q}, hidden, bias),
+            key_value=tensors.linear({f"{prefix}k_proj": kv, f"{prefix}v_proj": kv}, hidden, bias),
+            output=tensors.linear({f"{prefix}{output}": hidden}, q, bias),
+            heads=HeadShape(self.heads, self.kv_heads, self.head_dim, self.eps),
+            norm=norm,
+            params=LayerParams(scale=scale),
+            attention=parts.attention,
+            ops=parts.ops,
+            gated=gated,
+        )
 
 
 def layer_types(fields: Fields, known: tuple[str, ...], default: Sequence[str]) -> list[str]:

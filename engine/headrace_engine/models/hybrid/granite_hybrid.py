@@ -6,13 +6,11 @@ from ...checkpoints.architectures import Architecture
 from ...checkpoints.config import ExpertsConfig
 from ...checkpoints.fields import Fields
 from ...checkpoints.rope import RopeConfig
-from ...core.attention_backend import LayerParams
 from ...layers.feed_forward import FeedForward, GatedMLP, SparseMoe
-from ...operators.base import HeadShape
 from ..base import KVShape
 from .decoder import HybridWeights, ResidualPart
 from .family import Family, Parts, layer_types
-from .layers import AttentionLayer, FeedForwardLayer, FeedForwardSum
+from .layers import FeedForwardLayer, FeedForwardSum
 from .mamba2 import Mamba2Shape, read_mamba2
 from .tensors import Tensors
 
@@ -84,7 +82,10 @@ class GraniteHybrid(Family):
                 blocks.append(ResidualPart(norm, mamba, self.residual))
                 states += 1
             else:
-                attention = self._attention(tensors, parts, prefix, attentions)
+                attention = self.attention(
+                    tensors, parts, f"{prefix}self_attn.", attentions,
+                    scale=fields.number("attention_multiplier", 1.0), bias=self.bias,
+                )  # fmt: skip
                 blocks.append(ResidualPart(norm, attention, self.residual))
                 attentions += 1
             norm = tensors.tensor(f"{prefix}post_attention_layernorm.weight", hidden)
@@ -101,21 +102,6 @@ class GraniteHybrid(Family):
             num_state_layers=states,
             embedding_scale=fields.number("embedding_multiplier", 1.0),
             logits_divisor=fields.number("logits_scaling", 1.0),
-        )
-
-    def _attention(self, tensors: Tensors, parts: Parts, prefix: str, index: int) -> AttentionLayer:
-        hidden, dim, prefix, bias = self.hidden, self.head_dim, f"{prefix}self_attn.", self.bias
-        q, kv = self.heads * dim, self.kv_heads * dim
-        return AttentionLayer(
-            index=index,
-            query=tensors.linear({f"{prefix}q_proj": q}, hidden, bias),
-            key_value=tensors.linear({f"{prefix}k_proj": kv, f"{prefix}v_proj": kv}, hidden, bias),
-            output=tensors.linear({f"{prefix}o_proj": hidden}, q, bias),
-            heads=HeadShape(self.heads, self.kv_heads, dim, self.eps),
-            norm=None,
-            params=LayerParams(scale=self.fields.number("attention_multiplier", 1.0)),
-            attention=parts.attention,
-            ops=parts.ops,
         )
 
     def _feed_forward(self, tensors: Tensors, parts: Parts, prefix: str) -> FeedForward:

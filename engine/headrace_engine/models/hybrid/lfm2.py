@@ -2,9 +2,8 @@
 
 from ...checkpoints.architectures import Architecture
 from ...checkpoints.fields import Fields
-from ...core.attention_backend import LayerParams
 from ...layers.feed_forward import GatedMLP
-from ...operators.base import HeadShape, QKNorm
+from ...operators.base import QKNorm
 from ..base import KVShape
 from .decoder import HybridWeights, ResidualPart
 from .family import Family, Parts, layer_types
@@ -80,21 +79,13 @@ class Lfm2(Family):
         )
 
     def _attention(self, tensors: Tensors, parts: Parts, prefix: str, index: int) -> AttentionLayer:
-        hidden, dim, prefix = self.hidden, self.head_dim, f"{prefix}self_attn."
-        q, kv = self.heads * dim, self.kv_heads * dim
-        return AttentionLayer(
-            index=index,
-            query=tensors.linear({f"{prefix}q_proj": q}, hidden),
-            key_value=tensors.linear({f"{prefix}k_proj": kv, f"{prefix}v_proj": kv}, hidden),
-            output=tensors.linear({f"{prefix}out_proj": hidden}, q),
-            heads=HeadShape(self.heads, self.kv_heads, dim, self.eps),
-            norm=QKNorm(
-                query=tensors.tensor(f"{prefix}q_layernorm.weight", dim),
-                key=tensors.tensor(f"{prefix}k_layernorm.weight", dim),
-            ),
-            params=LayerParams(scale=dim**-0.5),
-            attention=parts.attention,
-            ops=parts.ops,
+        prefix, dim = f"{prefix}self_attn.", self.head_dim
+        norm = QKNorm(
+            query=tensors.tensor(f"{prefix}q_layernorm.weight", dim),
+            key=tensors.tensor(f"{prefix}k_layernorm.weight", dim),
+        )
+        return self.attention(
+            tensors, parts, prefix, index, scale=dim**-0.5, norm=norm, output="out_proj"
         )
 
     def _mlp(self, tensors: Tensors, parts: Parts, prefix: str) -> FeedForwardLayer:

@@ -7,10 +7,9 @@ import torch
 from ...checkpoints.architectures import Architecture
 from ...checkpoints.config import ExpertsConfig, sparse_layers
 from ...checkpoints.fields import Fields
-from ...core.attention_backend import LayerParams
 from ...layers.feed_forward import GatedMLP, SharedExpert, SparseMoe
 from ...layers.layers import Linear
-from ...operators.base import HeadShape, QKNorm
+from ...operators.base import QKNorm
 from ..base import KVShape
 from .decoder import HybridWeights, ResidualPart
 from .family import Family, Parts, layer_types
@@ -133,22 +132,13 @@ class Qwen3Next(Family):
         )
 
     def _attention(self, tensors: Tensors, parts: Parts, prefix: str, index: int) -> AttentionLayer:
-        hidden, dim, prefix, bias = self.hidden, self.head_dim, f"{prefix}self_attn.", self.bias
-        q, kv = self.heads * dim, self.kv_heads * dim
-        return AttentionLayer(
-            index=index,
-            query=tensors.linear({f"{prefix}q_proj": 2 * q}, hidden, bias),
-            key_value=tensors.linear({f"{prefix}k_proj": kv, f"{prefix}v_proj": kv}, hidden, bias),
-            output=tensors.linear({f"{prefix}o_proj": hidden}, q, bias),
-            heads=HeadShape(self.heads, self.kv_heads, dim, self.eps),
-            norm=QKNorm(
-                query=self.norm(tensors, f"{prefix}q_norm", dim).to(parts.dtype),
-                key=self.norm(tensors, f"{prefix}k_norm", dim).to(parts.dtype),
-            ),
-            params=LayerParams(scale=dim**-0.5),
-            attention=parts.attention,
-            ops=parts.ops,
-            gated=True,
+        prefix, dim = f"{prefix}self_attn.", self.head_dim
+        norm = QKNorm(
+            query=self.norm(tensors, f"{prefix}q_norm", dim).to(parts.dtype),
+            key=self.norm(tensors, f"{prefix}k_norm", dim).to(parts.dtype),
+        )
+        return self.attention(
+            tensors, parts, prefix, index, scale=dim**-0.5, norm=norm, bias=self.bias, gated=True
         )
 
     def _mlp(self, tensors: Tensors, parts: Parts, prefix: str) -> GatedMLP:
