@@ -104,7 +104,7 @@ def _thinned(rng: random.Random, text: str) -> str:
 
 
 def train(model: BertModel, tokenizer: Tokenizer, known: Sequence[Topic], steps: int) -> None:
-    """AdamW with a warm-up and a line down to zero."""
+    """Train with AdamW. The learning rate rises over WARM_UP_STEPS, then falls linearly to zero."""
     rng = random.Random(SEED)
     optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, weight_decay=0.01)
     bar = tqdm(range(steps), desc="training", unit="step", mininterval=10)

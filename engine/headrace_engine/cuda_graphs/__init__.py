@@ -1,4 +1,4 @@
-"""CUDA graphs of decode steps, recorded for some batch sizes and context lengths.
+"""CUDA graphs of decode steps and of short steps with prompts, recorded for some sizes.
 
 Imports models and the subpackages below it.
 """
