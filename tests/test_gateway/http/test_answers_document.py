@@ -1,11 +1,17 @@
 """Answers in the OpenAPI document: typed, and as the schemas of OpenAPI 3.1 want them."""
 
+from collections.abc import AsyncIterator
 from typing import Any
 
+import jsonschema
+import pytest
+import pytest_asyncio
 from openapi_spec_validator import OpenAPIV31SpecValidator
 
+from headrace_common.errors import FailureCode
 from headrace_gateway.schemas import answers
-from headrace_testing.gateway import Gateway
+from headrace_testing.gateway import Gateway, events, failed, say, serve
+from headrace_testing.tokenizers import write_tool_checkpoint
 
 # What has no type: the page, files' bytes, and events that are replayed.
 UNTYPED = {
@@ -54,3 +60,90 @@ def fields_of(document: dict[str, Any], answer: dict[str, Any]) -> bool:
     return all(
         schemas.get(each.get("$ref", "").rpartition("/")[2], {}).get("properties") for each in named
     )
+
+
+CALL = '<tool_call>{"name": "weather", "arguments": {"city": "Paris"}}</tool_call>'
+FUNCTION = {"name": "weather", "parameters": {"type": "object"}}
+CHAT = {"messages": [{"role": "user", "content": "Hi"}]}
+# Each kind of stream: its body, and the fields that some event must have.
+STREAMS: dict[str, tuple[dict[str, Any], set[str]]] = {
+    "/v1/chat/completions": (
+        {
+            **CHAT, "n": 2, "logprobs": True, "top_logprobs": 2, "return_token_ids": True,
+            "stream_options": {"include_usage": True},
+            "tools": [{"type": "function", "function": FUNCTION}],
+        },
+        {"reasoning", "tool_calls", "logprobs", "usage", "token_ids", "stop_reason"},
+    ),
+    "/v1/completions": (
+        {
+            "prompt": ["a", "b"], "max_tokens": 100, "logprobs": 2,
+            "stream_options": {"include_usage": True},
+        },
+        {"top_logprobs", "usage", "stop_reason"},
+    ),
+    "/v1/responses": (
+        {"input": "Hi", "store": False, "tools": [{"type": "function", **FUNCTION}]},
+        {"arguments", "part", "item", "delta", "text"},
+    ),
+    "/v1/messages": (
+        {
+            **CHAT, "max_tokens": 200, "thinking": {"type": "enabled", "budget_tokens": 1024},
+            "tools": [{"name": "weather", "input_schema": {"type": "object"}}],
+        },
+        {"partial_json", "thinking", "signature", "content_block", "stop_sequence"},
+    ),
+}  # fmt: skip
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="session")
+async def tools(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Gateway]:
+    """A model that reasons and calls tools."""
+    async with serve(write_tool_checkpoint(tmp_path_factory.mktemp("tools"))) as running:
+        yield running
+
+
+@pytest.mark.parametrize("fails", [False, True])
+@pytest.mark.parametrize("path", STREAMS)
+@pytest.mark.asyncio(loop_scope="session")
+async def test_every_event_of_a_stream_is_of_its_documented_type(
+    tools: Gateway, path: str, fails: bool
+) -> None:
+    tools.engine.reset()
+    say(tools, f"<think>I look.</think>Wait.{CALL}")
+    body, fields = STREAMS[path]
+    if fails:
+        tools.engine.failure = failed(FailureCode.INTERNAL)
+    answer = await tools.http.post(path, json={"model": "tiny", "stream": True, **body})
+
+    document = tools.app.openapi()
+    content = document["paths"][path]["post"]["responses"]["200"]["content"]
+    data = content["text/event-stream"]["schema"]["properties"]["data"]
+    schema = {**closed(data["contentSchema"]), "components": closed(document["components"])}
+    found = list(events(answer.text))
+    for event in found:
+        jsonschema.Draft202012Validator(schema).validate(event)
+    assert len(found) > 1, answer.text
+    assert fails or fields <= names_in(found)
+
+
+def closed(schema: Any) -> Any:
+    """The schema, but its objects have no other properties than it names. What repeats the fields
+    of a request has any."""
+    if isinstance(schema, list):
+        return [closed(each) for each in schema]
+    if not isinstance(schema, dict):
+        return schema
+    made = {name: closed(each) for name, each in schema.items()}
+    if "properties" in schema and schema.get("title") != "ResponseObject":
+        made.setdefault("additionalProperties", False)
+    return made
+
+
+def names_in(found: Any) -> set[str]:
+    """The names of all fields, at any depth."""
+    if isinstance(found, list):
+        return set().union(*map(names_in, found))
+    if not isinstance(found, dict):
+        return set()
+    return found.keys() | names_in(list(found.values()))

@@ -4,9 +4,10 @@ from collections.abc import Callable, Mapping, Set
 from typing import Any
 
 from fastapi import FastAPI
-from pydantic import BaseModel
+from pydantic import BaseModel, TypeAdapter
 
 from ...schemas.answers import RequestObject
+from ...schemas.events import STREAMS
 
 _REF = "#/components/schemas/{model}"
 _TEXT = {"type": ["string", "null"]}
@@ -39,7 +40,7 @@ _ANTHROPIC_ERROR = {
         },
     },
 }
-_EVENT = {
+_EVENT: dict[str, Any] = {
     "type": "object",
     "properties": {
         "data": {"type": "string"},
@@ -145,16 +146,40 @@ def document_errors(app: FastAPI) -> None:
                 if path == "/console/live":
                     _document_live(responses)
                 if path in _GENERATING or (path in _STREAMING and method == "get"):
-                    responses["200"]["content"]["text/event-stream"] = {"schema": _EVENT}
+                    event = _event(path, _components(document, "schemas"))
+                    responses["200"]["content"]["text/event-stream"] = {"schema": event}
                 if path in _GENERATING:
                     _document_accepted(responses, path)
 
     _amend(app, amend)
 
 
+def _event(path: str, schemas: dict[str, Any]) -> dict[str, Any]:
+    """Returns the schema of an event of a path's streams, whose data is JSON if the type of the
+    events is known; adds that type to `schemas`. An error may end a stream."""
+    if path not in STREAMS:
+        return _EVENT
+    found = TypeAdapter(STREAMS[path]).json_schema(ref_template=_REF)
+    defined = found.pop("$defs", {})
+    if "title" in found:
+        defined[found["title"]] = found
+        found = {"$ref": _REF.format(model=found["title"])}
+    schemas.update({name: one for name, one in defined.items() if name not in schemas})
+    kinds = found.get("anyOf", [found])
+    data = {
+        "type": "string",
+        "contentMediaType": "application/json",
+        "contentSchema": {"anyOf": [*kinds, {"$ref": _REF.format(model=_error_of(path))}]},
+    }
+    return {**_EVENT, "properties": {**_EVENT["properties"], "data": data}}
+
+
+def _error_of(path: str) -> str:
+    return "AnthropicError" if path.startswith("/v1/messages") else "Error"
+
+
 def _errors(path: str, *, writes: bool) -> dict[str, Any]:
-    name = "AnthropicError" if path.startswith("/v1/messages") else "Error"
-    content = {"application/json": {"schema": {"$ref": _REF.format(model=name)}}}
+    content = {"application/json": {"schema": {"$ref": _REF.format(model=_error_of(path))}}}
     statuses = {**_READ_ERRORS, **(_WRITE_ERRORS if writes else {})}
     return {
         str(status): {"description": meaning, "content": content}
