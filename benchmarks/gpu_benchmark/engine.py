@@ -5,7 +5,9 @@ import gc
 import json
 import random
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -14,12 +16,30 @@ import torch
 from headrace_common.sampling.params import SamplingParams
 from headrace_engine.core.config import EngineConfig
 from headrace_engine.core.request import EngineRequest
+from headrace_engine.core.step_plan import SchedulerOutput
 from headrace_engine.engine.engine import Engine
 from headrace_engine.model_runner.model_runner import ModelRunner
 
 from .shapes import Job, Shape
 
 Event = tuple[float, float, str]  # (begin and end in microseconds, name)
+
+
+@dataclass(frozen=True)
+class WatchedStep:
+    """A step that was submitted at `begun`, in seconds, with runs (tokens, keys at their end)."""
+
+    begun: float
+    runs: list[tuple[int, int]]
+
+    @property
+    def kind(self) -> str:
+        """What may decide how long it takes."""
+        prompts = sum(tokens for tokens, _ in self.runs if tokens > 1)
+        if prompts:
+            return "prompts, " + ("more tokens" if prompts > 768 else "up to 768 tokens")
+        most = next((most for most in (16, 64, 128) if len(self.runs) <= most), None)
+        return f"decodes, up to {most}" if most else "decodes, more"
 
 
 class Bench:
@@ -88,6 +108,29 @@ class Bench:
         tokens = self.finish()
         self.synchronize()
         return time.perf_counter() - begun, tokens
+
+    @contextmanager
+    def watched(self) -> Iterator[list[WatchedStep]]:
+        """Notes each step that is submitted within the block, and when."""
+        found: list[WatchedStep] = []
+
+        def noting(run: Callable[[SchedulerOutput], object]) -> Callable[[SchedulerOutput], object]:
+            def note(plan: SchedulerOutput) -> object:
+                runs = [(one.length, one.start + one.length) for one in plan.scheduled]
+                found.append(WatchedStep(time.perf_counter(), runs))
+                return run(plan)
+
+            return note
+
+        runner: Any = self.runner
+        ways = {name: getattr(runner, name) for name in ("submit", "execute")}
+        for name, run in ways.items():
+            setattr(runner, name, noting(run))
+        try:
+            yield found
+        finally:
+            for name in ways:
+                delattr(runner, name)
 
     def decoding(
         self, batch: int, context: int, steps: int, adapters: Sequence[str | None] = (None,)

@@ -5,7 +5,8 @@ import json
 import platform
 import tempfile
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ import torch
 
 from . import peers
 from .adapters import write_adapters
-from .engine import Bench, best_seconds, by_kind, heaviest, idle_gaps
+from .engine import Bench, WatchedStep, best_seconds, by_kind, heaviest, idle_gaps
 from .shapes import attention_operations, conversations, predicted_seconds
 from .sizes import Sizes
 from .table import ROOFS
@@ -221,7 +222,8 @@ def measure_serving(task: Task, report: Report) -> None:
     jobs = conversations(sizes.requests, task.shape.vocab, sizes.longest)
     bench.serve(jobs[: sizes.max_num_seqs // 4])
     report("first conversations", served=sizes.max_num_seqs // 4)
-    seconds, tokens = bench.serve(jobs)
+    with bench.watched() as steps:
+        seconds, tokens = bench.serve(jobs)
     made = sum(map(len, tokens.values()))
     wanted = sum(job.output for job in jobs)
     if made < wanted:
@@ -231,6 +233,22 @@ def measure_serving(task: Task, report: Report) -> None:
         f"{sizes.requests} conversations at once", value=wanted / seconds, unit="tokens/s",
         share=floor / seconds, goal=0.8, seconds=seconds,
     )  # fmt: skip
+    report_watched(task, report, steps)
+
+
+def report_watched(task: Task, report: Report, steps: Sequence[WatchedStep]) -> None:
+    """The time of steps by kind, from one submission to the next, over their roofline."""
+    sums: dict[str, list[float]] = {}
+    for step, following in pairwise(steps):
+        of_kind = sums.setdefault(step.kind, [0.0, 0.0, 0.0])
+        of_kind[0] += following.begun - step.begun
+        of_kind[1] += task.roofs.step(task.shape, step.runs, len(step.runs))
+        of_kind[2] += 1
+    for kind, (seconds, floor, count) in sorted(sums.items()):
+        report(
+            f"conversations, steps of {kind}", value=1e3 * seconds / count, unit="ms a step",
+            share=floor / seconds, steps=int(count), seconds=seconds,
+        )  # fmt: skip
 
 
 def measure_peers(task: Task, report: Report) -> None:

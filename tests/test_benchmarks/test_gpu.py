@@ -68,6 +68,8 @@ def test_every_part_runs_and_reports_its_figures(tmp_path: Path) -> None:
     for prompts, length in gpu_sizes.TINY.prefills:
         assert found[f"prefill, {prompts} of {length}"]["share"] > 0
     assert found[f"{gpu_sizes.TINY.requests} conversations at once"]["value"] > 0
+    kinds = [one for what, one in found.items() if what.startswith("conversations, steps of")]
+    assert len(kinds) > 1 and all(one["value"] > 0 and one["steps"] > 0 for one in kinds)
     assert found["transformers, static batches"]["value"] > 0
     assert found["transformers, generate_batch"]["value"] > 0
     for what in ("asynchronous", "graphs"):
