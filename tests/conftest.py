@@ -1,5 +1,6 @@
 """Fixtures and hooks for all tests."""
 
+import gc
 import os
 import signal
 import tempfile
@@ -23,6 +24,13 @@ def pytest_configure(config: pytest.Config) -> None:
     if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
         # A shell starts `make test &` so, and programs that tests start would inherit it.
         signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+def pytest_collection_finish() -> None:
+    """What was imported and collected stays alive: a million objects, which the collector would
+    visit in every test that makes much."""
+    gc.collect()
+    gc.freeze()
 
 
 def _trust_one_authority(config: pytest.Config) -> None:
