@@ -5,6 +5,7 @@ import os
 import signal
 import tempfile
 from collections import Counter
+from collections.abc import Generator
 from pathlib import Path
 
 import certifi
@@ -12,6 +13,9 @@ import pytest
 
 CERTIFICATE = "-----BEGIN CERTIFICATE-----"
 
+# Collecting tests makes a million objects that stay alive, and the collector would visit them again
+# and again.
+gc.disable()
 
 if "PYTEST_XDIST_WORKER" in os.environ:
     # Workers share the cores: torch's threads would wait for each other most of the time. Set here,
@@ -26,11 +30,14 @@ def pytest_configure(config: pytest.Config) -> None:
         signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
-def pytest_collection_finish() -> None:
-    """What was imported and collected stays alive: a million objects, which the collector would
-    visit in every test that makes much."""
-    gc.collect()
-    gc.freeze()
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Generator[None, object, object]:
+    """From here on the garbage collector is back, without what was collected."""
+    try:
+        return (yield)
+    finally:
+        gc.freeze()
+        gc.enable()
 
 
 def _trust_one_authority(config: pytest.Config) -> None:
