@@ -1,9 +1,11 @@
 """Fixtures and hooks for all tests."""
 
+import gc
 import os
 import signal
 import tempfile
 from collections import Counter
+from collections.abc import Generator
 from pathlib import Path
 
 import certifi
@@ -11,6 +13,9 @@ import pytest
 
 CERTIFICATE = "-----BEGIN CERTIFICATE-----"
 
+# Collecting tests makes a million objects that stay alive, and the collector would visit them again
+# and again.
+gc.disable()
 
 if "PYTEST_XDIST_WORKER" in os.environ:
     # Workers share the cores: torch's threads would wait for each other most of the time. Set here,
@@ -23,6 +28,16 @@ def pytest_configure(config: pytest.Config) -> None:
     if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
         # A shell starts `make test &` so, and programs that tests start would inherit it.
         signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Generator[None, object, object]:
+    """From here on the garbage collector is back, without what was collected."""
+    try:
+        return (yield)
+    finally:
+        gc.freeze()
+        gc.enable()
 
 
 def _trust_one_authority(config: pytest.Config) -> None:

@@ -11,18 +11,23 @@ from typing import Any
 import httpx
 import pytest
 
+from headrace_testing import paced
 from headrace_testing.headrace_up import MODEL, UpProcess
 from headrace_testing.processes import until
 
-STREAMS, PROMPT, OUTPUT = 16, 400, 600
-# Small steps, so that a prompt takes many of them, and the same bits in every batch.
-FLAGS = ("--max-num-batched-tokens", "32", "--max-num-seqs", "16", "--deterministic")
+STREAMS, PROMPT, OUTPUT = 16, 400, 300
+# Small slow steps, so that a prompt takes many of them, and the same bits in every batch.
+FLAGS = (
+    *("--max-num-batched-tokens", "32", "--max-num-seqs", "16", "--deterministic"),
+    *paced.flags(milliseconds=20),
+)
 ORDER = ("waiting", "prefill", "decode")
 
 
 @pytest.fixture(scope="module")
 def up(tmp_path_factory: pytest.TempPathFactory) -> Iterator[UpProcess]:
-    with UpProcess(tmp_path_factory.mktemp("console"), "--engines", "2", "--", *FLAGS) as up:
+    flags = ("--engines", "2", "--", *FLAGS)
+    with UpProcess(tmp_path_factory.mktemp("console"), *flags, env=paced.ENVIRONMENT) as up:
         up.until_served()
         yield up
 

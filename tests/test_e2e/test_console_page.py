@@ -12,6 +12,7 @@ import pytest
 from axe_playwright_python.sync_playwright import Axe
 from playwright.sync_api import Browser, Page, Request, Route, expect
 
+from headrace_testing import paced
 from headrace_testing.api_keys import KeyBook
 from headrace_testing.browser import TIMEOUT_MS, WatchedPage, chromium
 from headrace_testing.console import (
@@ -30,7 +31,7 @@ from headrace_testing.processes import until
 VIEWS = ("chat", "live", "requests")
 LONG = 600
 # Slow enough that a busy browser sees answers before they end.
-SLOW = ("--model-implementation", "transformers")
+SLOW = paced.flags(milliseconds=12)
 
 
 @pytest.fixture(scope="module")
@@ -41,7 +42,8 @@ def browser() -> Iterator[Browser]:
 
 @pytest.fixture(scope="module")
 def up(browser: Browser, tmp_path_factory: pytest.TempPathFactory) -> Iterator[UpProcess]:
-    with UpProcess(tmp_path_factory.mktemp("up"), *UP_FLAGS, *SLOW) as up:
+    flags = (*UP_FLAGS, *SLOW)
+    with UpProcess(tmp_path_factory.mktemp("up"), *flags, env=paced.ENVIRONMENT) as up:
         up.until_served()
         yield up
 

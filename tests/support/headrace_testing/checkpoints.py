@@ -433,6 +433,11 @@ def save_checkpoint(
 
 def make_tokenizer() -> Tokenizer:
     """A byte-level BPE tokenizer of a few hundred tokens, trained on a few lines."""
+    return Tokenizer.from_str(_trained())
+
+
+@cache
+def _trained() -> str:
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -443,7 +448,8 @@ def make_tokenizer() -> Tokenizer:
         show_progress=False,
     )
     tokenizer.train_from_iterator(_LINES, trainer)
-    return tokenizer
+    serialized: str = tokenizer.to_str()
+    return serialized
 
 
 @dataclass(frozen=True, slots=True)

@@ -51,12 +51,19 @@ def start_program(
 
 
 def until(condition: Callable[[], bool], what: str, timeout_s: float = START_TIMEOUT_S) -> None:
-    """Waits until a condition holds; fails the test with `what` after a generous limit."""
+    """Waits until a condition holds; fails the test with `what` after a generous limit.
+
+    A condition that takes long is asked less often, so that the processes that it waits for have
+    the processors.
+    """
     deadline = time.monotonic() + timeout_s
+    begun = time.monotonic()
     while not condition():
-        if time.monotonic() > deadline:
+        now = time.monotonic()
+        if now > deadline:
             raise AssertionError(f"not within {timeout_s:.0f} s: {what}")
-        time.sleep(0.02)
+        time.sleep(min(0.1, max(0.02, 2 * (now - begun))))
+        begun = time.monotonic()
 
 
 class HeadraceProcess:
