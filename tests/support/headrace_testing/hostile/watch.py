@@ -144,6 +144,9 @@ def _sample(watched: Sequence[Watched], tell: Tell) -> None:
         for each in watched:
             if turn % CHILDREN_EVERY == 0:
                 trees[each.pid] = _family(each.pid)
+                for child in trees[each.pid][1:]:
+                    _, waited = _processor(child)
+                    tell(Event("waited", f"{each.name} {child}", time.monotonic(), value=waited))
             found = memory(trees[each.pid], precise_above=each.limit // 3)
             tell(Event("memory", each.name, time.monotonic(), value=found))
             ran, waited = _processor(each.pid)
