@@ -36,7 +36,7 @@ def verdict(
     *events: Event, answer: Answer = WELL, dead: tuple[str, ...] = (), settled: bool = True
 ) -> Result:
     attack = Attack("an attack", "tenant", _play)
-    return judge(attack, answer, events, [GATEWAY], dead, settled)
+    return judge(attack, answer, events, [GATEWAY], dead, settled, ended=20.0)
 
 
 def test_an_attack_that_is_answered_and_costs_little_does_no_harm() -> None:
@@ -71,6 +71,26 @@ def test_time_without_a_processor_is_not_counted_as_harm() -> None:
     waited = [Event("waited", "gateway", at, value=total) for at, total in ((1.0, 0), (3.0, 10**9))]
     seen = verdict(*waited, Event("light", "models", 1.0, 2.0))
     assert seen.violations == () and seen.stall == pytest.approx(1.0)
+
+
+@pytest.mark.parametrize(
+    ("waits", "harm"),
+    [
+        ({"gateway": (0, 1), "engine 7": (0, 1)}, True),  # at once
+        ({"gateway": (0, 1), "engine 7": (4, 5)}, False),  # one after the other
+        ({"gateway": (0, 3)}, False),
+        ({}, True),
+    ],
+)
+def test_an_answer_is_not_late_for_want_of_a_processor(
+    waits: dict[str, tuple[int, int]], harm: bool
+) -> None:
+    events = [
+        Event("waited", name, 8.5 + at, value=max(0, min(at, last) - first) * 10**9)
+        for name, (first, last) in waits.items()
+        for at in range(12)
+    ]
+    assert bool(verdict(*events, answer=Answer("200", 11.5)).violations) is harm
 
 
 def test_p99_may_double() -> None:

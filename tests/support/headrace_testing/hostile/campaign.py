@@ -56,9 +56,10 @@ class Campaign:
             answer = asyncio.run(asyncio.wait_for(attack.play(self._stack.target), 10 * PATIENCE_S))
         except (TimeoutError, OSError):
             answer = Answer("none", time.monotonic() - began)
+        ended = time.monotonic()
         settled = self._watch.settled(time.monotonic())
         events = self._watch.since(began)
-        return judge(attack, answer, events, self._stack.watched, self._stack.dead, settled)
+        return judge(attack, answer, events, self._stack.watched, self._stack.dead, settled, ended)
 
     def latency(self) -> Latency:
         """Returns the other tenant's latency under all attacks so far."""

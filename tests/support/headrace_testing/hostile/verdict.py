@@ -17,6 +17,8 @@ from .limits import (
 from .watch import Event
 from .world import Watched
 
+# Of the time of an answer; longer than the pause between two samples of a process's children.
+SLICE_S = 0.5
 # Violations of memory begin with this.
 MEMORY_PREFIX = "memory: "
 
@@ -51,7 +53,9 @@ def judge(
     watched: Iterable[Watched],
     dead: Sequence[str],
     settled: bool,
+    ended: float,
 ) -> Result:
+    """`ended` is the monotonic time at which the attack had its answer."""
     memory = {
         each.name: max((e.value for e in events if _is(e, "memory", each.name)), default=0)
         for each in watched
@@ -70,7 +74,7 @@ def judge(
             *_too_much(memory, watched),
             *_probes(events, machine),
             *_others(events, stall, settled),
-            *_answered(answer),
+            *_answered(answer, machine.free_seconds(ended - answer.seconds, ended)),
         ),
     )
 
@@ -103,6 +107,20 @@ class Machine:
             names.append("engine")
         end = event.began + event.seconds
         return max(0.0, event.seconds - sum(self._lost(name, event.began, end) for name in names))
+
+    def free_seconds(self, began: float, ended: float) -> float:
+        """The seconds between two times, without those in which a process had no processor.
+
+        Processes wait one after another, or at once: of each slice of time, the longest wait of one
+        process counts.
+        """
+        found = 0.0
+        while began < ended:
+            until = min(began + SLICE_S, ended)
+            lost = max(self._lost(name, began, until) for name in self._totals)
+            found += max(0.0, until - began - lost)
+            began = until
+        return found
 
     def fair(self, event: Event) -> bool:
         """Whether the processes had a processor for nearly all of the event's time."""
@@ -154,8 +172,8 @@ def _others(events: Sequence[Event], stall: float, settled: bool) -> Iterable[st
     yield from sorted(refused)[:3]
 
 
-def _answered(answer: Answer) -> Iterable[str]:
-    if answer.outcome == "none" or answer.seconds > ANSWER_LIMIT_S:
+def _answered(answer: Answer, free_seconds: float) -> Iterable[str]:
+    if free_seconds > ANSWER_LIMIT_S:
         yield f"no answer in {ANSWER_LIMIT_S:.0f} s"
     if answer.outcome == "500":
         yield "an answer of 500"

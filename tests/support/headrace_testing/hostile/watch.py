@@ -139,15 +139,20 @@ async def _ask(target: Target, tell: Tell) -> None:
 
 def _sample(watched: Sequence[Watched], tell: Tell) -> None:
     trees = {each.pid: [each.pid] for each in watched}
+    waits = {each.pid: _Waits(each.pid) for each in watched}
     turn = 0
     while True:
         for each in watched:
             if turn % CHILDREN_EVERY == 0:
                 trees[each.pid] = _family(each.pid)
+                for child in trees[each.pid][1:]:
+                    _, waited = _processor(f"/proc/{child}")
+                    tell(Event("waited", f"{each.name} {child}", time.monotonic(), value=waited))
             found = memory(trees[each.pid], precise_above=each.limit // 3)
             tell(Event("memory", each.name, time.monotonic(), value=found))
-            ran, waited = _processor(each.pid)
+            ran, _ = _processor(f"/proc/{each.pid}")
             tell(Event("ran", each.name, time.monotonic(), value=ran))
+            waited = waits[each.pid].sample()
             tell(Event("waited", each.name, time.monotonic(), value=waited))
             if found > each.limit:
                 with suppress(ProcessLookupError):
@@ -180,12 +185,38 @@ def memory(pids: Sequence[int], precise_above: int) -> int:
     return sum(map(_proportional, pids))
 
 
-def _processor(pid: int) -> tuple[int, int]:
-    """Nanoseconds for which the main thread has run, and has waited for a processor."""
+def _processor(path: str) -> tuple[int, int]:
+    """Nanoseconds for which a thread has run, and has waited for a processor. `/proc/PID` is the
+    main thread."""
     with suppress(OSError):
-        ran, waited, _ = Path(f"/proc/{pid}/schedstat").read_text().split()
+        ran, waited, _ = Path(f"{path}/schedstat").read_text().split()
         return int(ran), int(waited)
     return 0, 0
+
+
+class _Waits:
+    """How long a process has waited for a processor.
+
+    A thread that waits with the GIL delays all others, so of each sample the longest wait of one
+    thread counts.
+    """
+
+    def __init__(self, pid: int) -> None:
+        self._threads = Path(f"/proc/{pid}/task")
+        self._last: dict[str, int] = {}
+        self._total = 0
+
+    def sample(self) -> int:
+        """Nanoseconds in all."""
+        found: dict[str, int] = {}
+        with suppress(OSError):
+            found = {
+                name: _processor(f"{self._threads}/{name}")[1] for name in os.listdir(self._threads)
+            }
+        waits = (waited - self._last.get(name, waited) for name, waited in found.items())
+        self._total += max(waits, default=0)
+        self._last = found
+        return self._total
 
 
 def _proportional(pid: int) -> int:
