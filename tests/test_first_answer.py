@@ -20,8 +20,8 @@ from headrace_testing.readme import ROOT, block, first_command
 LIMIT_S = 1800
 SERVED = "is served at http://127.0.0.1:8000/v1"
 # Variables of another run of Python, make or Headrace in our environment.
-FOREIGN = ("PYTHON", "PYTEST", "COVERAGE", "VIRTUAL_ENV", "MAKE", "MFLAGS", "HEADRACE", "REDIS_URL",
-           "UV_CACHE_DIR", "PIP_CACHE_DIR")  # fmt: skip
+FOREIGN = ("ARGS", "PYTHON", "PYTEST", "COVERAGE", "VIRTUAL_ENV", "MAKE", "MFLAGS", "HEADRACE",
+           "REDIS_URL", "UV_CACHE_DIR", "PIP_CACHE_DIR")  # fmt: skip
 
 
 @pytest.fixture
