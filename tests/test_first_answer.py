@@ -15,13 +15,14 @@ from pathlib import Path
 
 import pytest
 
+from headrace_testing.processes import until
 from headrace_testing.readme import ROOT, block, first_command
 
 LIMIT_S = 1800
 SERVED = "is served at http://127.0.0.1:8000/v1"
 # Variables of another run of Python, make or Headrace in our environment.
-FOREIGN = ("PYTHON", "PYTEST", "COVERAGE", "VIRTUAL_ENV", "MAKE", "MFLAGS", "HEADRACE", "REDIS_URL",
-           "UV_CACHE_DIR", "PIP_CACHE_DIR")  # fmt: skip
+FOREIGN = ("ARGS", "PYTHON", "PYTEST", "COVERAGE", "VIRTUAL_ENV", "MAKE", "MFLAGS", "HEADRACE",
+           "REDIS_URL", "UV_CACHE_DIR", "PIP_CACHE_DIR")  # fmt: skip
 
 
 @pytest.fixture
@@ -37,7 +38,13 @@ def environment(tmp_path: Path) -> dict[str, str]:
 def clone(tmp_path: Path) -> Iterator[Path]:
     """The folder for the clone, into which gigabytes are installed."""
     yield tmp_path / "headrace"
-    shutil.rmtree(tmp_path)
+
+    def removed() -> bool:
+        shutil.rmtree(tmp_path, ignore_errors=True)
+        return not tmp_path.exists()
+
+    # `make up` compiles packages beside the server, and notices late that this has ended.
+    until(removed, "the clone to be removed")
 
 
 @pytest.mark.bare
