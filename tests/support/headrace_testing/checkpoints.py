@@ -72,6 +72,23 @@ _DELTA: dict[str, Any] = {
     "linear_num_key_heads": 2,
     "linear_num_value_heads": 4,
 }
+_QWEN35_MOE: dict[str, Any] = {
+    **_GROUPED,
+    **_DELTA,
+    "num_hidden_layers": 4,
+    "head_dim": 32,
+    "num_experts": 6,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 48,
+    "shared_expert_intermediate_size": 80,
+}
+_QWEN_VISION: dict[str, Any] = {
+    "depth": 1,
+    "hidden_size": 16,
+    "num_heads": 2,
+    "intermediate_size": 16,
+    "out_hidden_size": 64,
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -372,16 +389,24 @@ SHAPES: dict[str, Shape] = {
         "Qwen3_5Config",
         {
             "text_config": {**_GROUPED, "num_hidden_layers": 4, "head_dim": 32, **_DELTA},
-            "vision_config": {
-                "depth": 1,
-                "hidden_size": 16,
-                "num_heads": 2,
-                "intermediate_size": 16,
-                "out_hidden_size": 64,
-            },
+            "vision_config": _QWEN_VISION,
         },
     ),
+    "qwen3_5-moe": Shape("Qwen3_5MoeTextConfig", _QWEN35_MOE),
+    "qwen3_5-moe-multimodal": Shape(
+        "Qwen3_5MoeConfig", {"text_config": _QWEN35_MOE, "vision_config": _QWEN_VISION}
+    ),
 }
+# Those with recurrent layers.
+HYBRID = (
+    "lfm2",
+    "qwen3-next",
+    "qwen3_5",
+    "qwen3_5-multimodal",
+    "qwen3_5-moe",
+    "qwen3_5-moe-multimodal",
+    "granite-hybrid",
+)
 
 _LINES = (
     "the cat sat on the mat and looked at the moon",
@@ -422,11 +447,13 @@ def save_checkpoint(
     *,
     dtype: torch.dtype = torch.float32,
     shard: str = "1GB",
+    published: bool = True,
     **changes: Any,
 ) -> Path:
-    """Saves model and tokenizer into `folder`; `shard` is the largest size of one file."""
+    """Saves model and tokenizer into `folder`; `shard` is the largest size of one file. Without
+    `published` tensors have the names and shapes of transformers' modules."""
     model = make_model(name, **changes).to(dtype)
-    model.save_pretrained(folder, max_shard_size=shard)
+    model.save_pretrained(folder, max_shard_size=shard, save_original_format=published)
     make_tokenizer().save(str(folder / "tokenizer.json"))
     return folder
 

@@ -12,15 +12,17 @@ import pytest
 import torch
 
 from headrace_common.sampling.params import SamplingParams
+from headrace_engine.checkpoints.checkpoint import load_checkpoint
+from headrace_engine.checkpoints.tensor_files import scan
 from headrace_engine.core.errors import ConfigError
 from headrace_engine.core.speculative_config import SpeculativeConfig
 from headrace_engine.engine.engine import Engine
+from headrace_engine.model_loader.describe_model import describe
 from headrace_engine.model_runner.model_runner import ModelRunner
-from headrace_testing.checkpoints import GreedyPath, Reference
+from headrace_testing.checkpoints import HYBRID, GreedyPath, Reference, save_checkpoint
 from headrace_testing.engines import engine_config, greedy, make_runner, request, run
 
 LENGTH = 12
-FAMILIES = ("lfm2", "qwen3-next", "qwen3_5", "qwen3_5-multimodal", "granite-hybrid")
 NGRAM = SpeculativeConfig(
     method="ngram", prompt_lookup_min=1, num_speculative_tokens=3, adaptive=False
 )
@@ -29,7 +31,7 @@ CheckpointMaker = Callable[[str], Path]
 ReferenceMaker = Callable[[str], Reference]
 
 
-@pytest.fixture(scope="module", params=FAMILIES)
+@pytest.fixture(scope="module", params=HYBRID)
 def name(request: pytest.FixtureRequest) -> str:
     return str(request.param)
 
@@ -135,6 +137,24 @@ def test_beams_equal_transformers(
     engine = Engine(engine_config(Path("unused")), runner)
     output = run(engine, [request("beams", prompt, params)])["beams", 0]
     assert output.token_ids == found[0, len(prompt) :].tolist()
+
+
+def test_models_check_describes_the_checkpoint(name: str, checkpoint: CheckpointMaker) -> None:
+    found = describe(load_checkpoint(str(checkpoint(name))))
+    assert found.implementation == "native"
+    assert found.kv_bytes_per_token
+    assert "recurrent state" in found.note
+
+
+@pytest.mark.parametrize("mixture", ["qwen3_5-moe"])
+def test_stacked_experts_give_the_same_tokens(
+    mixture: str, reference: ReferenceMaker, tmp_path: Path
+) -> None:
+    save_checkpoint(tmp_path, mixture, published=False)
+    stored = scan(tmp_path)
+    assert any(name.endswith(".experts.down_proj") for name in stored)
+    paths = reference(mixture).clear_paths(8, LENGTH)
+    serve(make_runner(tmp_path, attention_backend="cpu", threads=1), paths)
 
 
 @pytest.mark.parametrize(

@@ -10,9 +10,11 @@ import torch
 
 from ...attention.reference import ReferenceBackend
 from ...checkpoints.architectures import Architecture
+from ...checkpoints.config import ExpertsConfig
 from ...checkpoints.fields import Fields
 from ...checkpoints.rope import RopeConfig, read_rope
 from ...core.attention_backend import AttentionBackend, LayerParams
+from ...layers.feed_forward import GatedMLP
 from ...layers.layers import Linear
 from ...operators.base import HeadShape, Ops, QKNorm, TorchOps
 from ..context import pick_context
@@ -29,6 +31,15 @@ class Parts:
     attention: AttentionBackend
     ops: Ops
     dtype: torch.dtype
+
+
+@dataclass(frozen=True, slots=True)
+class MatrixNames:
+    """The names of a gated MLP's matrices."""
+
+    gate: str = "gate_proj"
+    up: str = "up_proj"
+    down: str = "down_proj"
 
 
 class Family(ABC):
@@ -111,6 +122,38 @@ class Family(ABC):
             ops=parts.ops,
             gated=gated,
         )
+
+    def gated_mlp(
+        self,
+        tensors: Tensors,
+        parts: Parts,
+        prefix: str,
+        inner: int,
+        names: MatrixNames = MatrixNames(),
+        *,
+        bias: bool = False,
+    ) -> GatedMLP:
+        """The MLP whose matrices' names begin with `prefix`."""
+        gates = {f"{prefix}{names.gate}": inner, f"{prefix}{names.up}": inner}
+        gate_up = tensors.linear(gates, self.hidden, bias)
+        down = tensors.linear({f"{prefix}{names.down}": self.hidden}, inner, bias)
+        return GatedMLP(gate_up, down, parts.ops.silu_mul)
+
+    def gated_experts(
+        self,
+        tensors: Tensors,
+        parts: Parts,
+        prefix: str,
+        experts: ExpertsConfig,
+        names: MatrixNames = MatrixNames(),
+    ) -> list[GatedMLP]:
+        """The MLPs of a mixture, whose matrices' names begin with `prefix` and their number."""
+        count, inner = experts.count, experts.intermediate_size
+        gates = {names.gate: inner, names.up: inner}
+        gate_ups = tensors.experts(prefix, count, "gate_up_proj", gates, self.hidden)
+        downs = tensors.experts(prefix, count, "down_proj", {names.down: self.hidden}, inner)
+        both = zip(gate_ups, downs, strict=True)
+        return [GatedMLP(gate_up, down, parts.ops.silu_mul) for gate_up, down in both]
 
 
 def layer_types(fields: Fields, known: tuple[str, ...], default: Sequence[str]) -> list[str]:

@@ -12,7 +12,7 @@ from .decoder import HybridDecoder
 from .family import Family, Parts
 from .granite_hybrid import GraniteHybrid
 from .lfm2 import Lfm2
-from .qwen3_5 import Qwen35
+from .qwen3_5 import Qwen35, Qwen35Moe
 from .qwen3_next import Qwen3Next
 from .tensors import ExpectedTensors, StoredTensors
 
@@ -22,6 +22,8 @@ FAMILIES: dict[str, type[Family]] = {
     "Qwen3NextForCausalLM": Qwen3Next,
     "Qwen3_5ForCausalLM": Qwen35,
     "Qwen3_5ForConditionalGeneration": Qwen35,
+    "Qwen3_5MoeForCausalLM": Qwen35Moe,
+    "Qwen3_5MoeForConditionalGeneration": Qwen35Moe,
 }
 # Tensors of other parts, which are not read: heads that predict several tokens, and images.
 IGNORED = ("mtp.", "model.visual.")
@@ -42,7 +44,7 @@ def load(checkpoint: Checkpoint, options: LoadOptions) -> LoadedModel:
         family.prefix = TEXT_PART
         # A multimodal config.json may contradict itself, the files are right.
         family.tied = HEAD not in stored
-    expected = ExpectedTensors(options.dtype)
+    expected = ExpectedTensors(options.dtype, stored)
     family.build(expected, parts)
     ignored = [name for name in stored if name.startswith(IGNORED)]
     if family.tied:

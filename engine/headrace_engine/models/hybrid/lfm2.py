@@ -2,11 +2,10 @@
 
 from ...checkpoints.architectures import Architecture
 from ...checkpoints.fields import Fields
-from ...layers.feed_forward import GatedMLP
 from ...operators.base import QKNorm
 from ..base import KVShape
 from .decoder import HybridWeights, ResidualPart
-from .family import Family, Parts, layer_types
+from .family import Family, MatrixNames, Parts, layer_types
 from .layers import AttentionLayer, Convolution, FeedForwardLayer, ShortConvLayer, conv_state
 from .tensors import Tensors
 
@@ -16,6 +15,7 @@ LFM2 = Architecture(
     rms_norm_eps=1e-5,
     tie_word_embeddings=True,
 )
+NAMES = MatrixNames(gate="w1", up="w3", down="w2")
 
 
 class Lfm2(Family):
@@ -89,11 +89,7 @@ class Lfm2(Family):
         )
 
     def _mlp(self, tensors: Tensors, parts: Parts, prefix: str) -> FeedForwardLayer:
-        gate_up = tensors.linear(
-            {f"{prefix}w1": self.inner, f"{prefix}w3": self.inner}, self.hidden
-        )
-        down = tensors.linear({f"{prefix}w2": self.hidden}, self.inner)
-        return FeedForwardLayer(GatedMLP(gate_up, down, parts.ops.silu_mul))
+        return FeedForwardLayer(self.gated_mlp(tensors, parts, prefix, self.inner, NAMES))
 
 
 def _inner(fields: Fields) -> int:

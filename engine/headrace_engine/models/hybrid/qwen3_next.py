@@ -56,14 +56,21 @@ class Qwen3Next(Family):
         self.inner = fields.integer("intermediate_size", 5632)
 
     def _experts(self) -> ExpertsConfig | None:
+        sparse = sparse_layers(self.fields)
+        return self.routed(512, 10, self.fields.flag("norm_topk_prob", True), sparse)
+
+    def routed(
+        self, count: int, per_token: int, renormalise: bool, sparse: tuple[bool, ...]
+    ) -> ExpertsConfig:
+        """The mixtures, with `count` experts and `per_token` of them if config.json has neither."""
         fields = self.fields
         found = ExpertsConfig(
-            count=fields.integer("num_experts", 512),
-            per_token=fields.integer("num_experts_per_tok", 10),
+            count=fields.integer("num_experts", count),
+            per_token=fields.integer("num_experts_per_tok", per_token),
             intermediate_size=fields.integer("moe_intermediate_size", 512),
-            renormalise=fields.flag("norm_topk_prob", True),
+            renormalise=renormalise,
             shared_size=fields.integer("shared_expert_intermediate_size", 512),
-            sparse=sparse_layers(fields),
+            sparse=sparse,
         )
         if found.per_token > found.count:
             raise fields.error("num_experts_per_tok", f"at most num_experts ({found.count})")
@@ -142,28 +149,19 @@ class Qwen3Next(Family):
         )
 
     def _mlp(self, tensors: Tensors, parts: Parts, prefix: str) -> GatedMLP:
-        return self._gated(tensors, parts, f"{prefix}mlp.", self.inner)
-
-    def _gated(self, tensors: Tensors, parts: Parts, prefix: str, inner: int) -> GatedMLP:
-        gates = {f"{prefix}gate_proj": inner, f"{prefix}up_proj": inner}
-        gate_up = tensors.linear(gates, self.hidden)
-        down = tensors.linear({f"{prefix}down_proj": self.hidden}, inner)
-        return GatedMLP(gate_up, down, parts.ops.silu_mul)
+        return self.gated_mlp(tensors, parts, f"{prefix}mlp.", self.inner)
 
     def _mixture(self, tensors: Tensors, parts: Parts, prefix: str) -> SparseMoe:
         experts, prefix = self.experts, f"{prefix}mlp."
         assert experts is not None and experts.shared_size is not None
         router = tensors.linear({f"{prefix}gate": experts.count}, self.hidden, exact=True)
-        inner = experts.intermediate_size
+        shared = f"{prefix}shared_expert"
         return SparseMoe(
             router=router,
-            experts=[
-                self._gated(tensors, parts, f"{prefix}experts.{one}.", inner)
-                for one in range(experts.count)
-            ],
+            experts=self.gated_experts(tensors, parts, f"{prefix}experts.", experts),
             shared=SharedExpert(
-                mlp=self._gated(tensors, parts, f"{prefix}shared_expert.", experts.shared_size),
-                gate=tensors.linear({f"{prefix}shared_expert_gate": 1}, self.hidden, exact=True),
+                mlp=self.gated_mlp(tensors, parts, f"{shared}.", experts.shared_size),
+                gate=tensors.linear({f"{shared}_gate": 1}, self.hidden, exact=True),
             ),
             config=experts,
         )
