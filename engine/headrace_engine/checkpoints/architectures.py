@@ -134,6 +134,7 @@ class Architecture:
 RECURRENT = (
     "GraniteMoeHybridForCausalLM",
     "Lfm2ForCausalLM",
+    "Lfm2MoeForCausalLM",
     "Qwen3NextForCausalLM",
     "Qwen3_5ForCausalLM",
     "Qwen3_5ForConditionalGeneration",

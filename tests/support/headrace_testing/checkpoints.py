@@ -352,6 +352,19 @@ SHAPES: dict[str, Shape] = {
             "block_multiple_of": 16,
         },
     ),
+    "lfm2-moe": Shape(
+        "Lfm2MoeConfig",
+        {
+            **_GROUPED,
+            "num_hidden_layers": 4,
+            "layer_types": ["conv", "full_attention", "conv", "conv"],
+            "num_dense_layers": 1,
+            "num_experts": 6,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 48,
+            "routed_scaling_factor": 1.7,
+        },
+    ),
     "qwen3-next": Shape(
         "Qwen3NextConfig",
         {
@@ -400,6 +413,7 @@ SHAPES: dict[str, Shape] = {
 # Those with recurrent layers.
 HYBRID = (
     "lfm2",
+    "lfm2-moe",
     "qwen3-next",
     "qwen3_5",
     "qwen3_5-multimodal",
@@ -436,7 +450,7 @@ def make_model(name: str, seed: int = 0, **changes: Any) -> Any:
             for parameter_name, parameter in model.named_parameters():
                 _initialise(parameter_name, parameter)
             for buffer_name, buffer in model.named_buffers():
-                if buffer_name.endswith("e_score_correction_bias"):
+                if buffer_name.endswith(("e_score_correction_bias", "expert_bias")):
                     buffer.copy_(0.3 * torch.randn_like(buffer))
     return model.eval()
 

@@ -14,12 +14,13 @@ from ...checkpoints.config import ExpertsConfig
 from ...checkpoints.fields import Fields
 from ...checkpoints.rope import RopeConfig, read_rope
 from ...core.attention_backend import AttentionBackend, LayerParams
+from ...core.recurrent_state import StateTensor
 from ...layers.feed_forward import GatedMLP
-from ...layers.layers import Linear
 from ...operators.base import HeadShape, Ops, QKNorm, TorchOps
+from ..base import KVShape
 from ..context import pick_context
 from ..rotary.rotary import RotaryTable
-from .decoder import HybridWeights
+from .decoder import HybridWeights, ResidualPart
 from .layers import AttentionLayer
 from .tensors import ExpectedTensors, Tensors
 
@@ -88,10 +89,34 @@ class Family(ABC):
         backend = ReferenceBackend()
         return self.build(ExpectedTensors(dtype), Parts(backend, TorchOps(), dtype))
 
-    def head(self, tensors: Tensors) -> Linear:
-        """The output matrix, which may be the embedding."""
-        name = f"{self.prefix}embed_tokens" if self.tied else "lm_head"
-        return tensors.linear({name: self.vocab}, self.hidden)
+    def decoder(
+        self,
+        tensors: Tensors,
+        parts: Sequence[ResidualPart],
+        norm: torch.Tensor,
+        attentions: int,
+        states: int,
+        state_tensors: tuple[StateTensor, ...],
+        *,
+        embedding: str = "embed_tokens",
+        embedding_scale: float = 1.0,
+        logits_divisor: float = 1.0,
+    ) -> HybridWeights:
+        """The weights of a decoder of `parts`, of which `attentions` have KV and `states` a state.
+        `norm` is the last one."""
+        name = f"{self.prefix}{embedding}"
+        return HybridWeights(
+            embedding=tensors.tensor(f"{name}.weight", self.vocab, self.hidden),
+            parts=parts,
+            norm=norm,
+            lm_head=tensors.linear({name if self.tied else "lm_head": self.vocab}, self.hidden),
+            eps=self.eps,
+            kv_shapes=(KVShape(self.kv_heads, self.head_dim),) * attentions,
+            state_tensors=state_tensors,
+            num_state_layers=states,
+            embedding_scale=embedding_scale,
+            logits_divisor=logits_divisor,
+        )
 
     def attention(
         self,

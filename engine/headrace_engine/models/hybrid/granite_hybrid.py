@@ -7,7 +7,6 @@ from ...checkpoints.config import ExpertsConfig
 from ...checkpoints.fields import Fields
 from ...checkpoints.rope import RopeConfig
 from ...layers.feed_forward import FeedForward, GatedMLP, SparseMoe
-from ..base import KVShape
 from .decoder import HybridWeights, ResidualPart
 from .family import Family, Parts, layer_types
 from .layers import FeedForwardLayer, FeedForwardSum
@@ -68,7 +67,6 @@ class GraniteHybrid(Family):
 
     def build(self, tensors: Tensors, parts: Parts) -> HybridWeights:
         hidden, fields = self.hidden, self.fields
-        embedding = tensors.tensor(f"{self.prefix}embed_tokens.weight", self.vocab, hidden)
         blocks: list[ResidualPart] = []
         attentions = states = 0
         for index, kind in enumerate(self.types):
@@ -91,18 +89,12 @@ class GraniteHybrid(Family):
             norm = tensors.tensor(f"{prefix}post_attention_layernorm.weight", hidden)
             layer = FeedForwardLayer(self._feed_forward(tensors, parts, prefix))
             blocks.append(ResidualPart(norm, layer, self.residual))
-        return HybridWeights(
-            embedding=embedding,
-            parts=blocks,
-            norm=tensors.tensor(f"{self.prefix}norm.weight", hidden),
-            lm_head=self.head(tensors),
-            eps=self.eps,
-            kv_shapes=(KVShape(self.kv_heads, self.head_dim),) * attentions,
-            state_tensors=self.mamba.states(parts.dtype),
-            num_state_layers=states,
+        norm = tensors.tensor(f"{self.prefix}norm.weight", hidden)
+        return self.decoder(
+            tensors, blocks, norm, attentions, states, self.mamba.states(parts.dtype),
             embedding_scale=fields.number("embedding_multiplier", 1.0),
             logits_divisor=fields.number("logits_scaling", 1.0),
-        )
+        )  # fmt: skip
 
     def _feed_forward(self, tensors: Tensors, parts: Parts, prefix: str) -> FeedForward:
         hidden, activation = self.hidden, parts.ops.silu_mul

@@ -11,7 +11,7 @@ from ..weights.weights import WeightReader
 from .decoder import HybridDecoder
 from .family import Family, Parts
 from .granite_hybrid import GraniteHybrid
-from .lfm2 import Lfm2
+from .lfm2 import Lfm2, Lfm2Moe
 from .qwen3_5 import Qwen35, Qwen35Moe
 from .qwen3_next import Qwen3Next
 from .tensors import ExpectedTensors, StoredTensors
@@ -19,6 +19,7 @@ from .tensors import ExpectedTensors, StoredTensors
 FAMILIES: dict[str, type[Family]] = {
     "GraniteMoeHybridForCausalLM": GraniteHybrid,
     "Lfm2ForCausalLM": Lfm2,
+    "Lfm2MoeForCausalLM": Lfm2Moe,
     "Qwen3NextForCausalLM": Qwen3Next,
     "Qwen3_5ForCausalLM": Qwen35,
     "Qwen3_5ForConditionalGeneration": Qwen35,

@@ -10,7 +10,6 @@ from ...checkpoints.fields import Fields
 from ...layers.feed_forward import GatedMLP, SharedExpert, SparseMoe
 from ...layers.layers import Linear
 from ...operators.base import QKNorm
-from ..base import KVShape
 from .decoder import HybridWeights, ResidualPart
 from .family import Family, Parts, layer_types
 from .layers import (
@@ -78,7 +77,6 @@ class Qwen3Next(Family):
 
     def build(self, tensors: Tensors, parts: Parts) -> HybridWeights:
         blocks: list[ResidualPart] = []
-        embedding = tensors.tensor(f"{self.prefix}embed_tokens.weight", self.vocab, self.hidden)
         attentions = states = 0
         for index, kind in enumerate(self.types):
             prefix = f"{self.prefix}layers.{index}."
@@ -95,16 +93,9 @@ class Qwen3Next(Family):
             make = self._mixture if sparse else self._mlp
             blocks.append(ResidualPart(norm, FeedForwardLayer(make(tensors, parts, prefix))))
         window = conv_state(self.delta.channels, self.window, parts.dtype)
-        return HybridWeights(
-            embedding=embedding,
-            parts=blocks,
-            norm=self.norm(tensors, f"{self.prefix}norm", self.hidden),
-            lm_head=self.head(tensors),
-            eps=self.eps,
-            kv_shapes=(KVShape(self.kv_heads, self.head_dim),) * attentions,
-            state_tensors=(window, self.delta.state),
-            num_state_layers=states,
-        )
+        norm = self.norm(tensors, f"{self.prefix}norm", self.hidden)
+        tensors_of_state = (window, self.delta.state)
+        return self.decoder(tensors, blocks, norm, attentions, states, tensors_of_state)
 
     def norm(self, tensors: Tensors, name: str, width: int) -> torch.Tensor:
         """A norm's weights; 1 is added to the stored ones, in float32."""
