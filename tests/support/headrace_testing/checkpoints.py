@@ -72,6 +72,24 @@ _DELTA: dict[str, Any] = {
     "linear_num_key_heads": 2,
     "linear_num_value_heads": 4,
 }
+_NEMOTRON: dict[str, Any] = {
+    **_GROUPED,
+    "layers_block_type": ["linear_attention", "mlp", "full_attention", "linear_attention", "moe"],
+    "head_dim": 32,
+    "mamba_num_heads": 8,
+    "mamba_head_dim": 16,
+    "n_groups": 2,
+    "ssm_state_size": 16,
+    "chunk_size": 16,
+    "time_step_min": 1e-9,
+    "n_routed_experts": 12,
+    "num_experts_per_tok": 3,
+    "n_group": 4,
+    "topk_group": 2,
+    "moe_intermediate_size": 48,
+    "moe_shared_expert_intermediate_size": 80,
+    "routed_scaling_factor": 1.7,
+}
 _QWEN35_MOE: dict[str, Any] = {
     **_GROUPED,
     **_DELTA,
@@ -365,6 +383,10 @@ SHAPES: dict[str, Shape] = {
             "routed_scaling_factor": 1.7,
         },
     ),
+    "nemotron-h": Shape("NemotronHConfig", _NEMOTRON),
+    "nemotron-h-latent": Shape(
+        "NemotronHConfig", {**_NEMOTRON, "moe_latent_size": 32, "use_bias": True, "mlp_bias": True}
+    ),
     "qwen3-next": Shape(
         "Qwen3NextConfig",
         {
@@ -414,6 +436,8 @@ SHAPES: dict[str, Shape] = {
 HYBRID = (
     "lfm2",
     "lfm2-moe",
+    "nemotron-h",
+    "nemotron-h-latent",
     "qwen3-next",
     "qwen3_5",
     "qwen3_5-multimodal",

@@ -2,7 +2,7 @@
 tensors."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -23,6 +23,10 @@ from ..rotary.rotary import RotaryTable
 from .decoder import HybridWeights, ResidualPart
 from .layers import AttentionLayer
 from .tensors import ExpectedTensors, Tensors
+
+HEAD = "lm_head.weight"
+# The prefix of a multimodal model's decoder.
+TEXT_PART = "model.language_model."
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,23 +49,35 @@ class MatrixNames:
 
 class Family(ABC):
     """The shape of one checkpoint, read from its config.json. The names of the decoder's tensors
-    begin with `prefix`."""
+    begin with `prefix`. `layers` replaces num_hidden_layers."""
 
     architecture: ClassVar[Architecture]
+    # What the names of the decoder's tensors may begin with.
+    prefixes: ClassVar[tuple[str, ...]] = (TEXT_PART, "model.")
     heads: int
     kv_heads: int
     head_dim: int
     eps: float
     tied: bool
 
-    def __init__(self, fields: Fields) -> None:
+    def __init__(self, fields: Fields, layers: int | None = None) -> None:
         self.fields = fields
-        self.prefix = "model."
+        self.prefix = self.prefixes[-1]
         self.hidden = fields.integer("hidden_size")
         self.vocab = fields.integer("vocab_size")
-        self.layers = fields.integer("num_hidden_layers")
+        self.layers = fields.integer("num_hidden_layers") if layers is None else layers
         longest = self.architecture.max_position_embeddings
         self.positions = fields.integer("max_position_embeddings", longest)
+
+    def look_at(self, stored: Collection[str]) -> None:
+        """Takes from the names of a checkpoint's tensors what config.json does not say."""
+        for prefix in self.prefixes:
+            if any(name.startswith(prefix) for name in stored):
+                self.prefix = prefix
+                break
+        if self.prefix == TEXT_PART:
+            # A multimodal config.json may contradict itself, the files are right.
+            self.tied = HEAD not in stored
 
     def rope(self) -> RopeConfig | None:
         """The rotary embedding; None if there is none."""
@@ -181,11 +197,13 @@ class Family(ABC):
         return [GatedMLP(gate_up, down, parts.ops.silu_mul) for gate_up, down in both]
 
 
-def layer_types(fields: Fields, known: tuple[str, ...], default: Sequence[str]) -> list[str]:
-    """The kind of each layer."""
-    kinds = fields.get("layer_types", default)
-    if not isinstance(kinds, list) or len(kinds) != len(default) or not set(kinds) <= set(known):
-        raise fields.error("layer_types", f"a list of {len(default)} names: {', '.join(known)}")
+def layer_types(
+    fields: Fields, known: tuple[str, ...], default: Sequence[str], others: tuple[str, ...] = ()
+) -> list[str]:
+    """The kind of each layer: each one of `known` at least once, and any of `others`."""
+    kinds, names = fields.get("layer_types", default), (*known, *others)
+    if not isinstance(kinds, list) or len(kinds) != len(default) or not set(kinds) <= set(names):
+        raise fields.error("layer_types", f"a list of {len(default)} names: {', '.join(names)}")
     for kind in known:
         if kind not in kinds:
             raise fields.error("layer_types", f"with at least one {kind}")

@@ -9,9 +9,10 @@ from ..layout import plain_layout
 from ..registry import LoadedModel, LoadOptions
 from ..weights.weights import WeightReader
 from .decoder import HybridDecoder
-from .family import Family, Parts
+from .family import HEAD, Family, Parts
 from .granite_hybrid import GraniteHybrid
 from .lfm2 import Lfm2, Lfm2Moe
+from .nemotron_h import NemotronH
 from .qwen3_5 import Qwen35, Qwen35Moe
 from .qwen3_next import Qwen3Next
 from .tensors import ExpectedTensors, StoredTensors
@@ -20,6 +21,7 @@ FAMILIES: dict[str, type[Family]] = {
     "GraniteMoeHybridForCausalLM": GraniteHybrid,
     "Lfm2ForCausalLM": Lfm2,
     "Lfm2MoeForCausalLM": Lfm2Moe,
+    "NemotronHForCausalLM": NemotronH,
     "Qwen3NextForCausalLM": Qwen3Next,
     "Qwen3_5ForCausalLM": Qwen35,
     "Qwen3_5ForConditionalGeneration": Qwen35,
@@ -28,9 +30,6 @@ FAMILIES: dict[str, type[Family]] = {
 }
 # Tensors of other parts, which are not read: heads that predict several tokens, and images.
 IGNORED = ("mtp.", "model.visual.")
-HEAD = "lm_head.weight"
-# The prefix of a multimodal model's decoder.
-TEXT_PART = "model.language_model."
 
 
 def load(checkpoint: Checkpoint, options: LoadOptions) -> LoadedModel:
@@ -41,10 +40,7 @@ def load(checkpoint: Checkpoint, options: LoadOptions) -> LoadedModel:
     length = family.context(options.positions)
     parts = Parts(options.attention, options.ops, options.dtype)
     stored = scan(checkpoint.folder)
-    if any(name.startswith(TEXT_PART) for name in stored):
-        family.prefix = TEXT_PART
-        # A multimodal config.json may contradict itself, the files are right.
-        family.tied = HEAD not in stored
+    family.look_at(stored)
     expected = ExpectedTensors(options.dtype, stored)
     family.build(expected, parts)
     ignored = [name for name in stored if name.startswith(IGNORED)]
