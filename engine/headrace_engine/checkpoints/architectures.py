@@ -132,6 +132,7 @@ class Architecture:
 
 # The decoders with recurrent layers; models.hybrid reads their config.json.
 RECURRENT = (
+    "FalconH1ForCausalLM",
     "GraniteMoeHybridForCausalLM",
     "Lfm2ForCausalLM",
     "Lfm2MoeForCausalLM",

@@ -72,6 +72,25 @@ _DELTA: dict[str, Any] = {
     "linear_num_key_heads": 2,
     "linear_num_value_heads": 4,
 }
+_FALCON: dict[str, Any] = {
+    **_GROUPED,
+    "num_hidden_layers": 3,
+    "head_dim": 32,
+    "mamba_d_ssm": 96,
+    "mamba_n_heads": 6,
+    "mamba_n_groups": 2,
+    "mamba_d_state": 16,
+    "mamba_chunk_size": 16,
+    "lm_head_multiplier": 0.6,
+    "embedding_multiplier": 3.0,
+    "mlp_multipliers": [0.7, 0.8],
+    "key_multiplier": 0.5,
+    "attention_out_multiplier": 0.9,
+    "attention_in_multiplier": 0.8,
+    "ssm_multipliers": [0.8, 1.2, 0.7, 0.9, 0.6],
+    "ssm_in_multiplier": 0.9,
+    "ssm_out_multiplier": 0.7,
+}
 _NEMOTRON: dict[str, Any] = {
     **_GROUPED,
     "layers_block_type": ["linear_attention", "mlp", "full_attention", "linear_attention", "moe"],
@@ -397,6 +416,17 @@ SHAPES: dict[str, Shape] = {
             **_DELTA,
         },
     ),
+    "falcon-h1": Shape("FalconH1Config", _FALCON),
+    "falcon-h1-norm": Shape(
+        "FalconH1Config",
+        {
+            **_FALCON,
+            "num_hidden_layers": 2,
+            "mamba_rms_norm": True,
+            "mamba_norm_before_gate": False,
+            "projectors_bias": True,
+        },
+    ),
     "granite-hybrid": Shape(
         "GraniteMoeHybridConfig",
         {
@@ -443,6 +473,8 @@ HYBRID = (
     "qwen3_5-multimodal",
     "qwen3_5-moe",
     "qwen3_5-moe-multimodal",
+    "falcon-h1",
+    "falcon-h1-norm",
     "granite-hybrid",
 )
 

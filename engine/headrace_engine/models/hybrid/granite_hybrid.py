@@ -1,7 +1,5 @@
 """Granite 4-H: Mamba-2 layers and attention, with a mixture of experts beside a shared MLP."""
 
-from math import inf
-
 from ...checkpoints.architectures import Architecture
 from ...checkpoints.config import ExpertsConfig
 from ...checkpoints.fields import Fields
@@ -13,8 +11,6 @@ from .layers import FeedForwardLayer, FeedForwardSum
 from .mamba2 import Mamba2Shape, read_mamba2
 from .tensors import Tensors
 
-# As JSON has it, and as transformers writes it.
-_NO_LIMITS = ([0.0, inf], [0.0, {"__float__": "Infinity"}])
 # Older names of the kinds of layers.
 _KINDS = {"mamba": "linear_attention", "attention": "full_attention"}
 
@@ -28,8 +24,6 @@ class GraniteHybrid(Family):
         super().__init__(fields)
         fields.require("hidden_act", ("silu", "swish"), default="silu")
         fields.require("position_embedding_type", (None, "nope", "rope"), default=None)
-        if fields.get("time_step_limit", [0.0, inf]) not in _NO_LIMITS:
-            raise fields.error("time_step_limit", "[0, Infinity]")
         self.rotated = fields.get("position_embedding_type", None) == "rope"
         self.heads = fields.integer("num_attention_heads", 32)
         self.kv_heads = fields.integer("num_key_value_heads", self.heads)
@@ -37,7 +31,7 @@ class GraniteHybrid(Family):
         self.bias = fields.flag("attention_bias")
         self.eps = fields.number("rms_norm_eps", 1e-6)
         self.tied = fields.flag("tie_word_embeddings")
-        self.mamba = Mamba2Shape.of(fields, self.hidden)
+        self.mamba = Mamba2Shape.of(fields, fields.integer("mamba_expand", 2) * self.hidden)
         self.conv_bias = fields.flag("mamba_conv_bias", True)
         self.proj_bias = fields.flag("mamba_proj_bias")
         self.inner = fields.integer("shared_intermediate_size", 1024)

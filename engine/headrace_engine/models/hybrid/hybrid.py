@@ -9,6 +9,7 @@ from ..layout import plain_layout
 from ..registry import LoadedModel, LoadOptions
 from ..weights.weights import WeightReader
 from .decoder import HybridDecoder
+from .falcon_h1 import FalconH1
 from .family import HEAD, Family, Parts
 from .granite_hybrid import GraniteHybrid
 from .lfm2 import Lfm2, Lfm2Moe
@@ -18,6 +19,7 @@ from .qwen3_next import Qwen3Next
 from .tensors import ExpectedTensors, StoredTensors
 
 FAMILIES: dict[str, type[Family]] = {
+    "FalconH1ForCausalLM": FalconH1,
     "GraniteMoeHybridForCausalLM": GraniteHybrid,
     "Lfm2ForCausalLM": Lfm2,
     "Lfm2MoeForCausalLM": Lfm2Moe,

@@ -18,6 +18,9 @@ class Tensors(Protocol):
 
     def tensor(self, name: str, *shape: int) -> torch.Tensor: ...
 
+    def place(self, tensor: torch.Tensor) -> torch.Tensor:
+        """A tensor that no file has, in the decoder's dtype, where the others are."""
+
     def float32(self, name: str, *shape: int) -> torch.Tensor:
         """A tensor that is too coarse in the decoder's dtype."""
 
@@ -48,6 +51,9 @@ class ExpectedTensors:
     def tensor(self, name: str, *shape: int) -> torch.Tensor:
         self.shapes[name] = shape
         return torch.empty(shape, dtype=self._dtype, device="meta")
+
+    def place(self, tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.to(self._dtype)
 
     def float32(self, name: str, *shape: int) -> torch.Tensor:
         return self.tensor(name, *shape)
@@ -81,6 +87,9 @@ class StoredTensors:
 
     def tensor(self, name: str, *shape: int) -> torch.Tensor:
         return self._reader.read(name)
+
+    def place(self, tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.to(dtype=self._reader.dtype, device=self._reader.device)
 
     def float32(self, name: str, *shape: int) -> torch.Tensor:
         return self._reader.read_float32(name)
