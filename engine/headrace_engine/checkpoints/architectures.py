@@ -132,6 +132,7 @@ class Architecture:
 
 # The decoders with recurrent layers; models.hybrid reads their config.json.
 RECURRENT = (
+    "BambaForCausalLM",
     "FalconH1ForCausalLM",
     "GraniteMoeHybridForCausalLM",
     "Lfm2ForCausalLM",

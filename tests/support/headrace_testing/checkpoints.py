@@ -416,6 +416,20 @@ SHAPES: dict[str, Shape] = {
             **_DELTA,
         },
     ),
+    "bamba": Shape(
+        "BambaConfig",
+        {
+            **_GROUPED,
+            "num_hidden_layers": 4,
+            "attn_layer_indices": [2],
+            "attention_bias": True,
+            "mlp_bias": True,
+            "mamba_n_heads": 8,
+            "mamba_n_groups": 2,
+            "mamba_d_state": 16,
+            "mamba_chunk_size": 16,
+        },
+    ),
     "falcon-h1": Shape("FalconH1Config", _FALCON),
     "falcon-h1-norm": Shape(
         "FalconH1Config",
@@ -473,6 +487,7 @@ HYBRID = (
     "qwen3_5-multimodal",
     "qwen3_5-moe",
     "qwen3_5-moe-multimodal",
+    "bamba",
     "falcon-h1",
     "falcon-h1-norm",
     "granite-hybrid",

@@ -8,6 +8,7 @@ from ...core.errors import ConfigError
 from ..layout import plain_layout
 from ..registry import LoadedModel, LoadOptions
 from ..weights.weights import WeightReader
+from .bamba import Bamba
 from .decoder import HybridDecoder
 from .falcon_h1 import FalconH1
 from .family import HEAD, Family, Parts
@@ -19,6 +20,7 @@ from .qwen3_next import Qwen3Next
 from .tensors import ExpectedTensors, StoredTensors
 
 FAMILIES: dict[str, type[Family]] = {
+    "BambaForCausalLM": Bamba,
     "FalconH1ForCausalLM": FalconH1,
     "GraniteMoeHybridForCausalLM": GraniteHybrid,
     "Lfm2ForCausalLM": Lfm2,
