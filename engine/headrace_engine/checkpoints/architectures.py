@@ -135,6 +135,7 @@ RECURRENT = (
     "BambaForCausalLM",
     "FalconH1ForCausalLM",
     "GraniteMoeHybridForCausalLM",
+    "JambaForCausalLM",
     "Lfm2ForCausalLM",
     "Lfm2MoeForCausalLM",
     "NemotronHForCausalLM",

@@ -430,6 +430,20 @@ SHAPES: dict[str, Shape] = {
             "mamba_chunk_size": 16,
         },
     ),
+    "jamba": Shape(
+        "JambaConfig",
+        {
+            **_GROUPED,
+            "num_hidden_layers": 4,
+            "attn_layer_period": 4,
+            "attn_layer_offset": 1,
+            "expert_layer_period": 2,
+            "expert_layer_offset": 1,
+            "num_experts": 6,
+            "num_experts_per_tok": 2,
+            "mamba_d_state": 8,
+        },
+    ),
     "falcon-h1": Shape("FalconH1Config", _FALCON),
     "falcon-h1-norm": Shape(
         "FalconH1Config",
@@ -491,6 +505,7 @@ HYBRID = (
     "falcon-h1",
     "falcon-h1-norm",
     "granite-hybrid",
+    "jamba",
 )
 
 _LINES = (

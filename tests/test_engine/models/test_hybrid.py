@@ -146,7 +146,7 @@ def test_models_check_describes_the_checkpoint(name: str, checkpoint: Checkpoint
     assert "recurrent state" in found.note
 
 
-@pytest.mark.parametrize("mixture", ["lfm2-moe", "nemotron-h", "qwen3_5-moe"])
+@pytest.mark.parametrize("mixture", ["jamba", "lfm2-moe", "nemotron-h", "qwen3_5-moe"])
 def test_stacked_experts_give_the_same_tokens(
     mixture: str, reference: ReferenceMaker, tmp_path: Path
 ) -> None:

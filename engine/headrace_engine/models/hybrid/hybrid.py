@@ -13,6 +13,7 @@ from .decoder import HybridDecoder
 from .falcon_h1 import FalconH1
 from .family import HEAD, Family, Parts
 from .granite_hybrid import GraniteHybrid
+from .jamba import Jamba
 from .lfm2 import Lfm2, Lfm2Moe
 from .nemotron_h import NemotronH
 from .qwen3_5 import Qwen35, Qwen35Moe
@@ -23,6 +24,7 @@ FAMILIES: dict[str, type[Family]] = {
     "BambaForCausalLM": Bamba,
     "FalconH1ForCausalLM": FalconH1,
     "GraniteMoeHybridForCausalLM": GraniteHybrid,
+    "JambaForCausalLM": Jamba,
     "Lfm2ForCausalLM": Lfm2,
     "Lfm2MoeForCausalLM": Lfm2Moe,
     "NemotronHForCausalLM": NemotronH,
