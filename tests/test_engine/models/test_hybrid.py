@@ -5,7 +5,9 @@ Left out: devices other than the CPU.
 """
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import pytest
@@ -19,6 +21,7 @@ from headrace_engine.core.speculative_config import SpeculativeConfig
 from headrace_engine.engine.engine import Engine
 from headrace_engine.model_loader.describe_model import describe
 from headrace_engine.model_runner.model_runner import ModelRunner
+from headrace_engine.models.hybrid.hybrid import read_family
 from headrace_testing.checkpoints import HYBRID, GreedyPath, Reference, save_checkpoint
 from headrace_testing.engines import engine_config, greedy, make_runner, request, run
 
@@ -139,11 +142,58 @@ def test_beams_equal_transformers(
     assert output.token_ids == found[0, len(prompt) :].tolist()
 
 
+def test_bfloat16_logits_are_as_close_as_those_of_transformers(name: str, tmp_path: Path) -> None:
+    """For most prompts: where two experts are nearly as good, rounding chooses between them."""
+    folder = save_checkpoint(tmp_path, name, dtype=torch.bfloat16)
+    exact, rounded = Reference(folder), Reference(folder, torch.bfloat16)
+    runner = make_runner(folder, dtype="auto", attention_backend="cpu", threads=1)
+    assert runner.dtype is torch.bfloat16
+    engine = Engine(engine_config(folder), runner)
+    params = SamplingParams(temperature=0.0, max_tokens=1, logprobs=20)
+    ours, theirs = [], []
+    for at in range(9):
+        prompt = tuple(range(20 + at, 60 + 2 * at))
+        wanted = exact.logits(prompt)[-1].log_softmax(-1)
+        found = run(engine, [request("r", prompt, params)])["r", 0].logprobs[0].top
+        ours.append(max(abs(value - float(wanted[token])) for token, value in found))
+        others = rounded.logits(prompt)[-1].log_softmax(-1)
+        theirs.append(float((others - wanted).abs().max()))
+    assert median(ours) < 2 * median(theirs) + 0.02
+
+
 def test_models_check_describes_the_checkpoint(name: str, checkpoint: CheckpointMaker) -> None:
     found = describe(load_checkpoint(str(checkpoint(name))))
     assert found.implementation == "native"
     assert found.kv_bytes_per_token
     assert "recurrent state" in found.note
+
+
+@pytest.mark.parametrize(
+    ("family", "field", "value"),
+    [
+        ("bamba", "attn_layer_indices", []),
+        ("bamba", "partial_rotary_factor", 1.0),
+        ("falcon-h1", "mamba_d_head", 7),
+        ("falcon-h1", "mlp_multipliers", [1.0]),
+        ("falcon-h1", "time_step_limit", [0.0, 1.0]),
+        ("granite-hybrid", "time_step_limit", [0.0, 1.0]),
+        ("jamba", "attn_layer_offset", 8),
+        ("jamba", "mamba_inner_layernorms", False),
+        ("lfm2-moe", "num_experts_per_tok", 7),
+        ("nemotron-h", "attention_bias", True),
+        ("nemotron-h", "layer_types", ["linear_attention", "mlp"]),
+        ("nemotron-h", "mlp_hidden_act", "silu"),
+        ("nemotron-h", "num_experts_per_tok", 7),
+        ("qwen3_5-moe", "num_experts_per_tok", 7),
+    ],
+)
+def test_fields_that_are_not_supported_are_refused_by_name(
+    family: str, field: str, value: object, checkpoint: CheckpointMaker
+) -> None:
+    found = load_checkpoint(str(checkpoint(family)))
+    changed = replace(found, config={**found.config, field: value})
+    with pytest.raises(ConfigError, match=field):
+        read_family(changed)
 
 
 @pytest.mark.parametrize("mixture", ["jamba", "lfm2-moe", "nemotron-h", "qwen3_5-moe"])
