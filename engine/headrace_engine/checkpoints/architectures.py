@@ -138,6 +138,7 @@ RECURRENT = (
     "JambaForCausalLM",
     "Lfm2ForCausalLM",
     "Lfm2MoeForCausalLM",
+    "Mamba2ForCausalLM",
     "NemotronHForCausalLM",
     "Qwen3NextForCausalLM",
     "Qwen3_5ForCausalLM",

@@ -402,6 +402,22 @@ SHAPES: dict[str, Shape] = {
             "routed_scaling_factor": 1.7,
         },
     ),
+    "mamba2": Shape(
+        "Mamba2Config",
+        {
+            "vocab_size": VOCAB,
+            "hidden_size": 64,
+            "num_hidden_layers": 3,
+            "num_heads": 8,
+            "head_dim": 16,
+            "state_size": 16,
+            "n_groups": 2,
+            "chunk_size": 16,
+            "bos_token_id": 1,
+            "eos_token_id": EOS,
+            "pad_token_id": 0,
+        },
+    ),
     "nemotron-h": Shape("NemotronHConfig", _NEMOTRON),
     "nemotron-h-latent": Shape(
         "NemotronHConfig", {**_NEMOTRON, "moe_latent_size": 32, "use_bias": True, "mlp_bias": True}
@@ -506,6 +522,7 @@ HYBRID = (
     "falcon-h1-norm",
     "granite-hybrid",
     "jamba",
+    "mamba2",
 )
 
 _LINES = (

@@ -74,7 +74,9 @@ def test_preempted_sequences_continue_with_the_same_tokens(
     blocks = 20 + 4 * runner.kv_groups.state
     small = make_runner(checkpoint(name), attention_backend="cpu", threads=1, num_blocks=blocks)
     engine = serve(small, paths, max_num_batched_tokens=32, watermark=0.0)
-    assert engine.stats().preemptions > 0
+    # What a sequence of a model without KV takes does not grow.
+    grows = runner.kv_groups.window is None
+    assert bool(engine.stats().preemptions) == grows
 
 
 def test_prefix_hits_on_every_block_border_change_no_token(
@@ -164,7 +166,7 @@ def test_bfloat16_logits_are_as_close_as_those_of_transformers(name: str, tmp_pa
 def test_models_check_describes_the_checkpoint(name: str, checkpoint: CheckpointMaker) -> None:
     found = describe(load_checkpoint(str(checkpoint(name))))
     assert found.implementation == "native"
-    assert found.kv_bytes_per_token
+    assert bool(found.kv_bytes_per_token) == (name != "mamba2")
     assert "recurrent state" in found.note
 
 

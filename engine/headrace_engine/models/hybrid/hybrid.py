@@ -15,6 +15,7 @@ from .family import HEAD, Family, Parts
 from .granite_hybrid import GraniteHybrid
 from .jamba import Jamba
 from .lfm2 import Lfm2, Lfm2Moe
+from .mamba2_decoder import Mamba2
 from .nemotron_h import NemotronH
 from .qwen3_5 import Qwen35, Qwen35Moe
 from .qwen3_next import Qwen3Next
@@ -27,6 +28,7 @@ FAMILIES: dict[str, type[Family]] = {
     "JambaForCausalLM": Jamba,
     "Lfm2ForCausalLM": Lfm2,
     "Lfm2MoeForCausalLM": Lfm2Moe,
+    "Mamba2ForCausalLM": Mamba2,
     "NemotronHForCausalLM": NemotronH,
     "Qwen3NextForCausalLM": Qwen3Next,
     "Qwen3_5ForCausalLM": Qwen35,
@@ -58,7 +60,9 @@ def load(checkpoint: Checkpoint, options: LoadOptions) -> LoadedModel:
         reader.check(expected.shapes, ignored)
         weights = family.build(StoredTensors(reader, options.ops), parts)
     model = HybridDecoder(weights, options.ops, family.rotary(length, options.device))
-    return LoadedModel(model, length, (None,) * len(model.kv_shapes))
+    # Of layers without KV no position is read.
+    window = 1 if weights.without_kv else None
+    return LoadedModel(model, length, (window,) * len(model.kv_shapes))
 
 
 def read_family(checkpoint: Checkpoint) -> Family:
