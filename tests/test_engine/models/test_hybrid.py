@@ -6,14 +6,17 @@ Left out: devices other than the CPU.
 
 from collections.abc import Callable
 from dataclasses import replace
+from math import prod
 from pathlib import Path
 from statistics import median
 from typing import Any
 
 import pytest
 import torch
+import transformers
 
 from headrace_common.sampling.params import SamplingParams
+from headrace_engine.attention.reference import ReferenceBackend
 from headrace_engine.checkpoints.checkpoint import load_checkpoint
 from headrace_engine.checkpoints.tensor_files import scan
 from headrace_engine.core.errors import ConfigError
@@ -21,7 +24,10 @@ from headrace_engine.core.speculative_config import SpeculativeConfig
 from headrace_engine.engine.engine import Engine
 from headrace_engine.model_loader.describe_model import describe
 from headrace_engine.model_runner.model_runner import ModelRunner
+from headrace_engine.models.hybrid.family import Parts
 from headrace_engine.models.hybrid.hybrid import read_family
+from headrace_engine.models.hybrid.tensors import ExpectedTensors
+from headrace_engine.operators.base import TorchOps
 from headrace_testing.checkpoints import HYBRID, GreedyPath, Reference, save_checkpoint
 from headrace_testing.engines import engine_config, greedy, make_runner, request, run
 
@@ -168,6 +174,36 @@ def test_models_check_describes_the_checkpoint(name: str, checkpoint: Checkpoint
     assert found.implementation == "native"
     assert bool(found.kv_bytes_per_token) == (name != "mamba2")
     assert "recurrent state" in found.note
+
+
+@pytest.mark.parametrize(
+    ("config", "options"),
+    [
+        ("BambaConfig", {"attn_layer_indices": [9, 18, 27]}),
+        ("FalconH1Config", {}),
+        ("JambaConfig", {}),
+        (
+            "Lfm2MoeConfig",
+            {"num_hidden_layers": 3, "layer_types": ["conv", "full_attention", "conv"]},
+        ),
+        ("Mamba2Config", {}),
+        ("NemotronHConfig", {"moe_latent_size": 1024}),
+        ("Qwen3_5MoeTextConfig", {}),
+    ],
+)
+def test_every_parameter_is_read_where_sizes_are_the_defaults(
+    config: str, options: dict[str, Any], tmp_path: Path
+) -> None:
+    made = getattr(transformers, config)(**options)
+    with torch.device("meta"):
+        model: Any = transformers.AutoModelForCausalLM.from_config(made)
+    made.architectures = [type(model).__name__]
+    made.save_pretrained(tmp_path)
+    family, expected = read_family(load_checkpoint(str(tmp_path))), ExpectedTensors(torch.bfloat16)
+    family.build(expected, Parts(ReferenceBackend(), TorchOps(), torch.bfloat16))
+    wanted = sum(parameter.numel() for parameter in model.state_dict().values())
+    tied = family.vocab * family.hidden * family.tied
+    assert sum(map(prod, expected.shapes.values())) == wanted - tied
 
 
 @pytest.mark.parametrize(

@@ -140,7 +140,7 @@ def read_mamba2(
 ) -> Mamba2Layer:
     """Reads the layer whose tensors' names begin with `prefix`. `output_bias` None: `proj_bias`."""
     heads, width, channels = shape.heads, shape.width, shape.channels
-    vectors = [tensors.tensor(prefix + name, heads).float() for name in ("dt_bias", "A_log", "D")]
+    vectors = [tensors.float32(prefix + name, heads) for name in ("dt_bias", "A_log", "D")]
     weight = tensors.tensor(f"{prefix}conv1d.weight", channels, 1, shape.window)
     bias = tensors.tensor(f"{prefix}conv1d.bias", channels) if conv_bias else None
     joint = width + channels + heads

@@ -114,8 +114,8 @@ class Qwen3Next(Family):
     def _delta_net(self, tensors: Tensors, prefix: str, index: int) -> GatedDeltaLayer:
         shape, prefix = self.delta, f"{prefix}linear_attn."
         heads, channels = shape.value_heads, shape.channels
-        dt_bias = tensors.tensor(f"{prefix}dt_bias", heads).float()
-        a_log = tensors.tensor(f"{prefix}A_log", heads).float()
+        dt_bias = tensors.float32(f"{prefix}dt_bias", heads)
+        a_log = tensors.float32(f"{prefix}A_log", heads)
         weight = tensors.tensor(f"{prefix}conv1d.weight", channels, 1, self.window)
         return GatedDeltaLayer(
             index=index,
