@@ -132,11 +132,19 @@ class Architecture:
 
 # The decoders with recurrent layers; models.hybrid reads their config.json.
 RECURRENT = (
+    "BambaForCausalLM",
+    "FalconH1ForCausalLM",
     "GraniteMoeHybridForCausalLM",
+    "JambaForCausalLM",
     "Lfm2ForCausalLM",
+    "Lfm2MoeForCausalLM",
+    "Mamba2ForCausalLM",
+    "NemotronHForCausalLM",
     "Qwen3NextForCausalLM",
     "Qwen3_5ForCausalLM",
     "Qwen3_5ForConditionalGeneration",
+    "Qwen3_5MoeForCausalLM",
+    "Qwen3_5MoeForConditionalGeneration",
 )
 # The decoders of multimodal models by their text_config's model_type; the first if it has none.
 MULTIMODAL: dict[str, dict[str, str]] = {

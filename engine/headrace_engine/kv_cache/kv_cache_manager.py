@@ -69,12 +69,11 @@ class KVCacheManager:
         """The blocks that the sequence has a reference to, first rows first."""
         table, count, full = sequence.block_table, self.groups.count, self.groups.full
         released = sequence.released * count
-        if self.state is not None:
-            return table + self.state.blocks_of(sequence)
+        states = [] if self.state is None else self.state.blocks_of(sequence)
         if not released:
-            return table
+            return table + states if states else table
         kept = [table[row + group] for row in range(0, released, count) for group in range(full)]
-        return kept + table[released:]
+        return kept + table[released:] + states
 
     def match_prefix(self, sequence: Sequence) -> list[int]:
         """The cached blocks of the sequence's first tokens, as a table. Takes no reference.
@@ -97,9 +96,14 @@ class KVCacheManager:
         if groups.full:
             kept = self._leading_full(sequence, rows)
             rows = len(kept) // groups.full
-        if self.state is not None:
+        while self.state is not None:
             rows = self._rows_with_state(sequence, rows)
-            return kept[: rows * groups.count]
+            if groups.window is None:
+                return kept[: rows * groups.count]
+            table = self._with_sliding(sequence, kept, rows)
+            if self.rows_of(table) == rows:
+                return table
+            rows = self.rows_of(table)
         return kept if groups.window is None else self._with_sliding(sequence, kept, rows)
 
     def _rows_with_state(self, sequence: Sequence, rows: int) -> int:
@@ -192,12 +196,11 @@ class KVCacheManager:
         """Blocks still needed for all known tokens, without copies of shared blocks."""
         groups, rows = self.groups, self.rows_of(sequence.block_table)
         missing = max(0, self.rows_for(len(sequence.token_ids)) - rows)
-        if self.state is not None:
-            return missing * groups.count + self.state.to_write(sequence)
+        state = 0 if self.state is None else self.state.to_write(sequence)
         if groups.window is None:
-            return missing * groups.count
+            return missing * groups.count + state
         room = groups.kept(self.block_size, self.max_run) - (rows - sequence.released)
-        return groups.full * missing + groups.sliding * min(missing, max(0, room))
+        return groups.full * missing + groups.sliding * min(missing, max(0, room)) + state
 
     def start(self, sequence: Sequence, matched: list[int]) -> None:
         """Gives a sequence without blocks those that `match_prefix` has just found."""

@@ -150,14 +150,23 @@ class SparseMoe:
     def __call__(
         self, x: torch.Tensor, lora: LayerLoRA | None = None, slots: torch.Tensor | None = None
     ) -> torch.Tensor:
-        weights, chosen = self.route(x, lora)
+        mixed = self.mix(x, *self.route(x, lora), lora)
+        return mixed if self.shared is None else mixed + self.shared(x, lora)
+
+    def mix(
+        self,
+        x: torch.Tensor,
+        weights: torch.Tensor,
+        chosen: torch.Tensor,
+        lora: LayerLoRA | None = None,
+    ) -> torch.Tensor:
+        """The weighted sum of the chosen experts' results for x, without the shared expert."""
         order = chosen.flatten().argsort(stable=True)
         tokens = order // self.config.per_token
         computed = self._compute(x.index_select(0, tokens), chosen, ExpertRows.of(lora, tokens))
         placed = torch.empty_like(computed).index_copy_(0, order, computed)
         placed = placed.view(*chosen.shape, x.shape[1]).float()
-        mixed = torch.einsum("tk,tkh->th", weights, placed).to(x.dtype)
-        return mixed if self.shared is None else mixed + self.shared(x, lora)
+        return torch.einsum("tk,tkh->th", weights, placed).to(x.dtype)
 
     def route(
         self, x: torch.Tensor, lora: LayerLoRA | None = None

@@ -80,7 +80,8 @@ def describe(checkpoint: Checkpoint) -> Description:
 def _with_state(found: Description, checkpoint: Checkpoint, dtype: torch.dtype) -> Description:
     family = read_family(checkpoint)
     shape = family.shape(dtype)
-    kv = sum(2 * each.num_kv_heads * each.head_dim for each in shape.kv_shapes)
+    stored = () if shape.without_kv else shape.kv_shapes
+    kv = sum(2 * each.num_kv_heads * each.head_dim for each in stored)
     state = shape.num_state_layers * sum(tensor.num_bytes for tensor in shape.state_tensors)
     return replace(
         found,

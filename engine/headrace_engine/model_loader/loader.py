@@ -4,7 +4,7 @@ Decides where and how to compute; runs nothing.
 """
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 
@@ -119,7 +119,7 @@ def _layout(
     windows = loaded.windows or (None,) * len(shapes)
     hybrid = KVLayout.of(windows, hybrid=len(set(shapes)) == 1)
     if isinstance(loaded.model, RecurrentModel):
-        return _with_state(config, loaded.model, block_bytes)
+        return _with_state(config, loaded.model, windows, block_bytes)
     if hybrid.groups.count > 1 and config.disable_hybrid_kv_cache_manager:
         logger.info("layers share block tables: those with a window keep all KV, too")
         return KVLayout.of(windows, hybrid=False)
@@ -127,7 +127,10 @@ def _layout(
 
 
 def _with_state(
-    config: EngineConfig, model: RecurrentModel, block_bytes: Callable[[KVShape], int]
+    config: EngineConfig,
+    model: RecurrentModel,
+    windows: Sequence[int | None],
+    block_bytes: Callable[[KVShape], int],
 ) -> KVLayout:
     """One block table for all layers with KV, and blocks of the same pool for the states."""
     if config.swap_space:
@@ -137,7 +140,7 @@ def _with_state(
         )
     shapes = model.kv_shapes
     state = state_layout(model, block_bytes(shapes[0]))
-    return KVLayout.of((None,) * len(shapes)).with_state(state.blocks)
+    return KVLayout.of(windows, hybrid=False).with_state(state.blocks)
 
 
 def _is_tuned(config: EngineConfig, placed: PlacedModel) -> bool:

@@ -72,6 +72,60 @@ _DELTA: dict[str, Any] = {
     "linear_num_key_heads": 2,
     "linear_num_value_heads": 4,
 }
+_FALCON: dict[str, Any] = {
+    **_GROUPED,
+    "num_hidden_layers": 3,
+    "head_dim": 32,
+    "mamba_d_ssm": 96,
+    "mamba_n_heads": 6,
+    "mamba_n_groups": 2,
+    "mamba_d_state": 16,
+    "mamba_chunk_size": 16,
+    "lm_head_multiplier": 0.6,
+    "embedding_multiplier": 3.0,
+    "mlp_multipliers": [0.7, 0.8],
+    "key_multiplier": 0.5,
+    "attention_out_multiplier": 0.9,
+    "attention_in_multiplier": 0.8,
+    "ssm_multipliers": [0.8, 1.2, 0.7, 0.9, 0.6],
+    "ssm_in_multiplier": 0.9,
+    "ssm_out_multiplier": 0.7,
+}
+_NEMOTRON: dict[str, Any] = {
+    **_GROUPED,
+    "layers_block_type": ["linear_attention", "mlp", "full_attention", "linear_attention", "moe"],
+    "head_dim": 32,
+    "mamba_num_heads": 8,
+    "mamba_head_dim": 16,
+    "n_groups": 2,
+    "ssm_state_size": 16,
+    "chunk_size": 16,
+    "time_step_min": 1e-9,
+    "n_routed_experts": 12,
+    "num_experts_per_tok": 3,
+    "n_group": 4,
+    "topk_group": 2,
+    "moe_intermediate_size": 48,
+    "moe_shared_expert_intermediate_size": 80,
+    "routed_scaling_factor": 1.7,
+}
+_QWEN35_MOE: dict[str, Any] = {
+    **_GROUPED,
+    **_DELTA,
+    "num_hidden_layers": 4,
+    "head_dim": 32,
+    "num_experts": 6,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 48,
+    "shared_expert_intermediate_size": 80,
+}
+_QWEN_VISION: dict[str, Any] = {
+    "depth": 1,
+    "hidden_size": 16,
+    "num_heads": 2,
+    "intermediate_size": 16,
+    "out_hidden_size": 64,
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -335,6 +389,39 @@ SHAPES: dict[str, Shape] = {
             "block_multiple_of": 16,
         },
     ),
+    "lfm2-moe": Shape(
+        "Lfm2MoeConfig",
+        {
+            **_GROUPED,
+            "num_hidden_layers": 4,
+            "layer_types": ["conv", "full_attention", "conv", "conv"],
+            "num_dense_layers": 1,
+            "num_experts": 6,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 48,
+            "routed_scaling_factor": 1.7,
+        },
+    ),
+    "mamba2": Shape(
+        "Mamba2Config",
+        {
+            "vocab_size": VOCAB,
+            "hidden_size": 64,
+            "num_hidden_layers": 3,
+            "num_heads": 8,
+            "head_dim": 16,
+            "state_size": 16,
+            "n_groups": 2,
+            "chunk_size": 16,
+            "bos_token_id": 1,
+            "eos_token_id": EOS,
+            "pad_token_id": 0,
+        },
+    ),
+    "nemotron-h": Shape("NemotronHConfig", _NEMOTRON),
+    "nemotron-h-latent": Shape(
+        "NemotronHConfig", {**_NEMOTRON, "moe_latent_size": 32, "use_bias": True, "mlp_bias": True}
+    ),
     "qwen3-next": Shape(
         "Qwen3NextConfig",
         {
@@ -343,6 +430,45 @@ SHAPES: dict[str, Shape] = {
             "num_hidden_layers": 4,
             "head_dim": 32,
             **_DELTA,
+        },
+    ),
+    "bamba": Shape(
+        "BambaConfig",
+        {
+            **_GROUPED,
+            "num_hidden_layers": 4,
+            "attn_layer_indices": [2],
+            "attention_bias": True,
+            "mlp_bias": True,
+            "mamba_n_heads": 8,
+            "mamba_n_groups": 2,
+            "mamba_d_state": 16,
+            "mamba_chunk_size": 16,
+        },
+    ),
+    "jamba": Shape(
+        "JambaConfig",
+        {
+            **_GROUPED,
+            "num_hidden_layers": 4,
+            "attn_layer_period": 4,
+            "attn_layer_offset": 1,
+            "expert_layer_period": 2,
+            "expert_layer_offset": 1,
+            "num_experts": 6,
+            "num_experts_per_tok": 2,
+            "mamba_d_state": 8,
+        },
+    ),
+    "falcon-h1": Shape("FalconH1Config", _FALCON),
+    "falcon-h1-norm": Shape(
+        "FalconH1Config",
+        {
+            **_FALCON,
+            "num_hidden_layers": 2,
+            "mamba_rms_norm": True,
+            "mamba_norm_before_gate": False,
+            "projectors_bias": True,
         },
     ),
     "granite-hybrid": Shape(
@@ -372,16 +498,32 @@ SHAPES: dict[str, Shape] = {
         "Qwen3_5Config",
         {
             "text_config": {**_GROUPED, "num_hidden_layers": 4, "head_dim": 32, **_DELTA},
-            "vision_config": {
-                "depth": 1,
-                "hidden_size": 16,
-                "num_heads": 2,
-                "intermediate_size": 16,
-                "out_hidden_size": 64,
-            },
+            "vision_config": _QWEN_VISION,
         },
     ),
+    "qwen3_5-moe": Shape("Qwen3_5MoeTextConfig", _QWEN35_MOE),
+    "qwen3_5-moe-multimodal": Shape(
+        "Qwen3_5MoeConfig", {"text_config": _QWEN35_MOE, "vision_config": _QWEN_VISION}
+    ),
 }
+# Those with recurrent layers.
+HYBRID = (
+    "lfm2",
+    "lfm2-moe",
+    "nemotron-h",
+    "nemotron-h-latent",
+    "qwen3-next",
+    "qwen3_5",
+    "qwen3_5-multimodal",
+    "qwen3_5-moe",
+    "qwen3_5-moe-multimodal",
+    "bamba",
+    "falcon-h1",
+    "falcon-h1-norm",
+    "granite-hybrid",
+    "jamba",
+    "mamba2",
+)
 
 _LINES = (
     "the cat sat on the mat and looked at the moon",
@@ -411,7 +553,7 @@ def make_model(name: str, seed: int = 0, **changes: Any) -> Any:
             for parameter_name, parameter in model.named_parameters():
                 _initialise(parameter_name, parameter)
             for buffer_name, buffer in model.named_buffers():
-                if buffer_name.endswith("e_score_correction_bias"):
+                if buffer_name.endswith(("e_score_correction_bias", "expert_bias")):
                     buffer.copy_(0.3 * torch.randn_like(buffer))
     return model.eval()
 
@@ -422,11 +564,13 @@ def save_checkpoint(
     *,
     dtype: torch.dtype = torch.float32,
     shard: str = "1GB",
+    published: bool = True,
     **changes: Any,
 ) -> Path:
-    """Saves model and tokenizer into `folder`; `shard` is the largest size of one file."""
+    """Saves model and tokenizer into `folder`; `shard` is the largest size of one file. Without
+    `published` tensors have the names and shapes of transformers' modules."""
     model = make_model(name, **changes).to(dtype)
-    model.save_pretrained(folder, max_shard_size=shard)
+    model.save_pretrained(folder, max_shard_size=shard, save_original_format=published)
     make_tokenizer().save(str(folder / "tokenizer.json"))
     return folder
 

@@ -5,22 +5,33 @@ Left out: devices other than the CPU.
 """
 
 from collections.abc import Callable
+from dataclasses import replace
+from math import prod
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import pytest
 import torch
+import transformers
 
 from headrace_common.sampling.params import SamplingParams
+from headrace_engine.attention.reference import ReferenceBackend
+from headrace_engine.checkpoints.checkpoint import load_checkpoint
+from headrace_engine.checkpoints.tensor_files import scan
 from headrace_engine.core.errors import ConfigError
 from headrace_engine.core.speculative_config import SpeculativeConfig
 from headrace_engine.engine.engine import Engine
+from headrace_engine.model_loader.describe_model import describe
 from headrace_engine.model_runner.model_runner import ModelRunner
-from headrace_testing.checkpoints import GreedyPath, Reference
+from headrace_engine.models.hybrid.family import Parts
+from headrace_engine.models.hybrid.hybrid import read_family
+from headrace_engine.models.hybrid.tensors import ExpectedTensors
+from headrace_engine.operators.base import TorchOps
+from headrace_testing.checkpoints import HYBRID, GreedyPath, Reference, save_checkpoint
 from headrace_testing.engines import engine_config, greedy, make_runner, request, run
 
 LENGTH = 12
-FAMILIES = ("lfm2", "qwen3-next", "qwen3_5", "qwen3_5-multimodal", "granite-hybrid")
 NGRAM = SpeculativeConfig(
     method="ngram", prompt_lookup_min=1, num_speculative_tokens=3, adaptive=False
 )
@@ -29,7 +40,7 @@ CheckpointMaker = Callable[[str], Path]
 ReferenceMaker = Callable[[str], Reference]
 
 
-@pytest.fixture(scope="module", params=FAMILIES)
+@pytest.fixture(scope="module", params=HYBRID)
 def name(request: pytest.FixtureRequest) -> str:
     return str(request.param)
 
@@ -69,7 +80,9 @@ def test_preempted_sequences_continue_with_the_same_tokens(
     blocks = 20 + 4 * runner.kv_groups.state
     small = make_runner(checkpoint(name), attention_backend="cpu", threads=1, num_blocks=blocks)
     engine = serve(small, paths, max_num_batched_tokens=32, watermark=0.0)
-    assert engine.stats().preemptions > 0
+    # What a sequence of a model without KV takes does not grow.
+    grows = runner.kv_groups.window is None
+    assert bool(engine.stats().preemptions) == grows
 
 
 def test_prefix_hits_on_every_block_border_change_no_token(
@@ -135,6 +148,101 @@ def test_beams_equal_transformers(
     engine = Engine(engine_config(Path("unused")), runner)
     output = run(engine, [request("beams", prompt, params)])["beams", 0]
     assert output.token_ids == found[0, len(prompt) :].tolist()
+
+
+def test_bfloat16_logits_are_as_close_as_those_of_transformers(name: str, tmp_path: Path) -> None:
+    """For most prompts: where two experts are nearly as good, rounding chooses between them."""
+    folder = save_checkpoint(tmp_path, name, dtype=torch.bfloat16)
+    exact, rounded = Reference(folder), Reference(folder, torch.bfloat16)
+    runner = make_runner(folder, dtype="auto", attention_backend="cpu", threads=1)
+    assert runner.dtype is torch.bfloat16
+    engine = Engine(engine_config(folder), runner)
+    params = SamplingParams(temperature=0.0, max_tokens=1, logprobs=20)
+    ours, theirs = [], []
+    for at in range(9):
+        prompt = tuple(range(20 + at, 60 + 2 * at))
+        wanted = exact.logits(prompt)[-1].log_softmax(-1)
+        found = run(engine, [request("r", prompt, params)])["r", 0].logprobs[0].top
+        ours.append(max(abs(value - float(wanted[token])) for token, value in found))
+        others = rounded.logits(prompt)[-1].log_softmax(-1)
+        theirs.append(float((others - wanted).abs().max()))
+    assert median(ours) < 2 * median(theirs) + 0.02
+
+
+def test_models_check_describes_the_checkpoint(name: str, checkpoint: CheckpointMaker) -> None:
+    found = describe(load_checkpoint(str(checkpoint(name))))
+    assert found.implementation == "native"
+    assert bool(found.kv_bytes_per_token) == (name != "mamba2")
+    assert "recurrent state" in found.note
+
+
+@pytest.mark.parametrize(
+    ("config", "options"),
+    [
+        ("BambaConfig", {"attn_layer_indices": [9, 18, 27]}),
+        ("FalconH1Config", {}),
+        ("JambaConfig", {}),
+        (
+            "Lfm2MoeConfig",
+            {"num_hidden_layers": 3, "layer_types": ["conv", "full_attention", "conv"]},
+        ),
+        ("Mamba2Config", {}),
+        ("NemotronHConfig", {"moe_latent_size": 1024}),
+        ("Qwen3_5MoeTextConfig", {}),
+    ],
+)
+def test_every_parameter_is_read_where_sizes_are_the_defaults(
+    config: str, options: dict[str, Any], tmp_path: Path
+) -> None:
+    made = getattr(transformers, config)(**options)
+    with torch.device("meta"):
+        model: Any = transformers.AutoModelForCausalLM.from_config(made)
+    made.architectures = [type(model).__name__]
+    made.save_pretrained(tmp_path)
+    family, expected = read_family(load_checkpoint(str(tmp_path))), ExpectedTensors(torch.bfloat16)
+    family.build(expected, Parts(ReferenceBackend(), TorchOps(), torch.bfloat16))
+    wanted = sum(parameter.numel() for parameter in model.state_dict().values())
+    tied = family.vocab * family.hidden * family.tied
+    assert sum(map(prod, expected.shapes.values())) == wanted - tied
+
+
+@pytest.mark.parametrize(
+    ("family", "field", "value"),
+    [
+        ("bamba", "attn_layer_indices", []),
+        ("bamba", "partial_rotary_factor", 1.0),
+        ("falcon-h1", "mamba_d_head", 7),
+        ("falcon-h1", "mlp_multipliers", [1.0]),
+        ("falcon-h1", "time_step_limit", [0.0, 1.0]),
+        ("granite-hybrid", "time_step_limit", [0.0, 1.0]),
+        ("jamba", "attn_layer_offset", 8),
+        ("jamba", "mamba_inner_layernorms", False),
+        ("lfm2-moe", "num_experts_per_tok", 7),
+        ("nemotron-h", "attention_bias", True),
+        ("nemotron-h", "layer_types", ["linear_attention", "mlp"]),
+        ("nemotron-h", "mlp_hidden_act", "silu"),
+        ("nemotron-h", "num_experts_per_tok", 7),
+        ("qwen3_5-moe", "num_experts_per_tok", 7),
+    ],
+)
+def test_fields_that_are_not_supported_are_refused_by_name(
+    family: str, field: str, value: object, checkpoint: CheckpointMaker
+) -> None:
+    found = load_checkpoint(str(checkpoint(family)))
+    changed = replace(found, config={**found.config, field: value})
+    with pytest.raises(ConfigError, match=field):
+        read_family(changed)
+
+
+@pytest.mark.parametrize("mixture", ["jamba", "lfm2-moe", "nemotron-h", "qwen3_5-moe"])
+def test_stacked_experts_give_the_same_tokens(
+    mixture: str, reference: ReferenceMaker, tmp_path: Path
+) -> None:
+    save_checkpoint(tmp_path, mixture, published=False)
+    stored = scan(tmp_path)
+    assert any(name.endswith(".experts.down_proj") for name in stored)
+    paths = reference(mixture).clear_paths(8, LENGTH)
+    serve(make_runner(tmp_path, attention_backend="cpu", threads=1), paths)
 
 
 @pytest.mark.parametrize(

@@ -89,8 +89,9 @@ class SchedulerMachine(RuleBasedStateMachine):
         pipelined: bool,
     ) -> None:
         self.most_drafts = most_drafts
-        one = window is None or state > 0
-        groups = KVGroups(state=state) if one else KVGroups(*kinds, window)
+        if state:  # with layers that keep one window, or all positions
+            kinds = (1, 0) if window is None else (0, 1)
+        groups = KVGroups(state=state) if window is None else KVGroups(*kinds, window, state)
         self.runner = FakeRunner(
             num_blocks=rows * groups.count + groups.state,
             block_size=block_size,

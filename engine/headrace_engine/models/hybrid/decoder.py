@@ -28,7 +28,8 @@ class ResidualPart:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HybridWeights:
     """A decoder's weights. `kv_shapes` are of the layers with KV, `state_tensors` the state of each
-    of the `num_state_layers` recurrent ones."""
+    of the `num_state_layers` recurrent ones. `without_kv`: `kv_shapes` is memory for states alone.
+    With `float32_residual` the sum of the parts is in float32."""
 
     embedding: torch.Tensor
     parts: Sequence[ResidualPart]
@@ -40,6 +41,8 @@ class HybridWeights:
     num_state_layers: int
     embedding_scale: float = 1.0
     logits_divisor: float = 1.0
+    without_kv: bool = False
+    float32_residual: bool = False
 
 
 class HybridDecoder:
@@ -58,10 +61,13 @@ class HybridDecoder:
     def forward(self, batch: ForwardBatch, caches: Sequence[LayerCache]) -> torch.Tensor:
         weights, step = self._weights, self._step(batch, caches)
         x = F.embedding(batch.input_ids, weights.embedding) * weights.embedding_scale
+        dtype = x.dtype
+        if weights.float32_residual:
+            x = x.float()
         for part in weights.parts:
-            added = part.layer(self._ops.rms_norm(x, part.norm, weights.eps), step)
+            added = part.layer(self._ops.rms_norm(x.to(dtype), part.norm, weights.eps), step)
             x = x + added * part.multiplier
-        rows = x.index_select(0, batch.logits_rows)
+        rows = x.index_select(0, batch.logits_rows).to(dtype)
         logits = weights.lm_head(self._ops.rms_norm(rows, weights.norm, weights.eps))
         return logits / weights.logits_divisor
 

@@ -2,7 +2,7 @@
 tensors."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -10,16 +10,23 @@ import torch
 
 from ...attention.reference import ReferenceBackend
 from ...checkpoints.architectures import Architecture
+from ...checkpoints.config import ExpertsConfig
 from ...checkpoints.fields import Fields
 from ...checkpoints.rope import RopeConfig, read_rope
 from ...core.attention_backend import AttentionBackend, LayerParams
-from ...layers.layers import Linear
+from ...core.recurrent_state import StateTensor
+from ...layers.feed_forward import GatedMLP
 from ...operators.base import HeadShape, Ops, QKNorm, TorchOps
+from ..base import KVShape
 from ..context import pick_context
 from ..rotary.rotary import RotaryTable
-from .decoder import HybridWeights
+from .decoder import HybridWeights, ResidualPart
 from .layers import AttentionLayer
 from .tensors import ExpectedTensors, Tensors
+
+HEAD = "lm_head.weight"
+# The prefix of a multimodal model's decoder.
+TEXT_PART = "model.language_model."
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,25 +38,46 @@ class Parts:
     dtype: torch.dtype
 
 
+@dataclass(frozen=True, slots=True)
+class MatrixNames:
+    """The names of a gated MLP's matrices."""
+
+    gate: str = "gate_proj"
+    up: str = "up_proj"
+    down: str = "down_proj"
+
+
 class Family(ABC):
     """The shape of one checkpoint, read from its config.json. The names of the decoder's tensors
-    begin with `prefix`."""
+    begin with `prefix`. `layers` replaces num_hidden_layers."""
 
     architecture: ClassVar[Architecture]
+    # What the names of the decoder's tensors may begin with.
+    prefixes: ClassVar[tuple[str, ...]] = (TEXT_PART, "model.")
     heads: int
     kv_heads: int
     head_dim: int
     eps: float
     tied: bool
 
-    def __init__(self, fields: Fields) -> None:
+    def __init__(self, fields: Fields, layers: int | None = None) -> None:
         self.fields = fields
-        self.prefix = "model."
+        self.prefix = self.prefixes[-1]
         self.hidden = fields.integer("hidden_size")
         self.vocab = fields.integer("vocab_size")
-        self.layers = fields.integer("num_hidden_layers")
+        self.layers = fields.integer("num_hidden_layers") if layers is None else layers
         longest = self.architecture.max_position_embeddings
         self.positions = fields.integer("max_position_embeddings", longest)
+
+    def look_at(self, stored: Collection[str]) -> None:
+        """Takes from the names of a checkpoint's tensors what config.json does not say."""
+        for prefix in self.prefixes:
+            if any(name.startswith(prefix) for name in stored):
+                self.prefix = prefix
+                break
+        if self.prefix == TEXT_PART:
+            # A multimodal config.json may contradict itself, the files are right.
+            self.tied = HEAD not in stored
 
     def rope(self) -> RopeConfig | None:
         """The rotary embedding; None if there is none."""
@@ -77,10 +105,34 @@ class Family(ABC):
         backend = ReferenceBackend()
         return self.build(ExpectedTensors(dtype), Parts(backend, TorchOps(), dtype))
 
-    def head(self, tensors: Tensors) -> Linear:
-        """The output matrix, which may be the embedding."""
-        name = f"{self.prefix}embed_tokens" if self.tied else "lm_head"
-        return tensors.linear({name: self.vocab}, self.hidden)
+    def decoder(
+        self,
+        tensors: Tensors,
+        parts: Sequence[ResidualPart],
+        norm: torch.Tensor,
+        attentions: int,
+        states: int,
+        state_tensors: tuple[StateTensor, ...],
+        *,
+        embedding: str = "embed_tokens",
+        embedding_scale: float = 1.0,
+        logits_divisor: float = 1.0,
+    ) -> HybridWeights:
+        """The weights of a decoder of `parts`, of which `attentions` have KV and `states` a state.
+        `norm` is the last one."""
+        name = f"{self.prefix}{embedding}"
+        return HybridWeights(
+            embedding=tensors.tensor(f"{name}.weight", self.vocab, self.hidden),
+            parts=parts,
+            norm=norm,
+            lm_head=tensors.linear({name if self.tied else "lm_head": self.vocab}, self.hidden),
+            eps=self.eps,
+            kv_shapes=(KVShape(self.kv_heads, self.head_dim),) * attentions,
+            state_tensors=state_tensors,
+            num_state_layers=states,
+            embedding_scale=embedding_scale,
+            logits_divisor=logits_divisor,
+        )
 
     def attention(
         self,
@@ -112,12 +164,46 @@ class Family(ABC):
             gated=gated,
         )
 
+    def gated_mlp(
+        self,
+        tensors: Tensors,
+        parts: Parts,
+        prefix: str,
+        inner: int,
+        names: MatrixNames = MatrixNames(),
+        *,
+        bias: bool = False,
+    ) -> GatedMLP:
+        """The MLP whose matrices' names begin with `prefix`."""
+        gates = {f"{prefix}{names.gate}": inner, f"{prefix}{names.up}": inner}
+        gate_up = tensors.linear(gates, self.hidden, bias)
+        down = tensors.linear({f"{prefix}{names.down}": self.hidden}, inner, bias)
+        return GatedMLP(gate_up, down, parts.ops.silu_mul)
 
-def layer_types(fields: Fields, known: tuple[str, ...], default: Sequence[str]) -> list[str]:
-    """The kind of each layer."""
-    kinds = fields.get("layer_types", default)
-    if not isinstance(kinds, list) or len(kinds) != len(default) or not set(kinds) <= set(known):
-        raise fields.error("layer_types", f"a list of {len(default)} names: {', '.join(known)}")
+    def gated_experts(
+        self,
+        tensors: Tensors,
+        parts: Parts,
+        prefix: str,
+        experts: ExpertsConfig,
+        names: MatrixNames = MatrixNames(),
+    ) -> list[GatedMLP]:
+        """The MLPs of a mixture, whose matrices' names begin with `prefix` and their number."""
+        count, inner = experts.count, experts.intermediate_size
+        gates = {names.gate: inner, names.up: inner}
+        gate_ups = tensors.experts(prefix, count, "gate_up_proj", gates, self.hidden)
+        downs = tensors.experts(prefix, count, "down_proj", {names.down: self.hidden}, inner)
+        both = zip(gate_ups, downs, strict=True)
+        return [GatedMLP(gate_up, down, parts.ops.silu_mul) for gate_up, down in both]
+
+
+def layer_types(
+    fields: Fields, known: tuple[str, ...], default: Sequence[str], others: tuple[str, ...] = ()
+) -> list[str]:
+    """The kind of each layer: each one of `known` at least once, and any of `others`."""
+    kinds, names = fields.get("layer_types", default), (*known, *others)
+    if not isinstance(kinds, list) or len(kinds) != len(default) or not set(kinds) <= set(names):
+        raise fields.error("layer_types", f"a list of {len(default)} names: {', '.join(names)}")
     for kind in known:
         if kind not in kinds:
             raise fields.error("layer_types", f"with at least one {kind}")

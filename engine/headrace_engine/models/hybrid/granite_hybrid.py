@@ -1,21 +1,16 @@
 """Granite 4-H: Mamba-2 layers and attention, with a mixture of experts beside a shared MLP."""
 
-from math import inf
-
 from ...checkpoints.architectures import Architecture
 from ...checkpoints.config import ExpertsConfig
 from ...checkpoints.fields import Fields
 from ...checkpoints.rope import RopeConfig
 from ...layers.feed_forward import FeedForward, GatedMLP, SparseMoe
-from ..base import KVShape
 from .decoder import HybridWeights, ResidualPart
 from .family import Family, Parts, layer_types
 from .layers import FeedForwardLayer, FeedForwardSum
 from .mamba2 import Mamba2Shape, read_mamba2
 from .tensors import Tensors
 
-# As JSON has it, and as transformers writes it.
-_NO_LIMITS = ([0.0, inf], [0.0, {"__float__": "Infinity"}])
 # Older names of the kinds of layers.
 _KINDS = {"mamba": "linear_attention", "attention": "full_attention"}
 
@@ -29,8 +24,6 @@ class GraniteHybrid(Family):
         super().__init__(fields)
         fields.require("hidden_act", ("silu", "swish"), default="silu")
         fields.require("position_embedding_type", (None, "nope", "rope"), default=None)
-        if fields.get("time_step_limit", [0.0, inf]) not in _NO_LIMITS:
-            raise fields.error("time_step_limit", "[0, Infinity]")
         self.rotated = fields.get("position_embedding_type", None) == "rope"
         self.heads = fields.integer("num_attention_heads", 32)
         self.kv_heads = fields.integer("num_key_value_heads", self.heads)
@@ -38,7 +31,7 @@ class GraniteHybrid(Family):
         self.bias = fields.flag("attention_bias")
         self.eps = fields.number("rms_norm_eps", 1e-6)
         self.tied = fields.flag("tie_word_embeddings")
-        self.mamba = Mamba2Shape.of(fields, self.hidden)
+        self.mamba = Mamba2Shape.of(fields, fields.integer("mamba_expand", 2) * self.hidden)
         self.conv_bias = fields.flag("mamba_conv_bias", True)
         self.proj_bias = fields.flag("mamba_proj_bias")
         self.inner = fields.integer("shared_intermediate_size", 1024)
@@ -68,7 +61,6 @@ class GraniteHybrid(Family):
 
     def build(self, tensors: Tensors, parts: Parts) -> HybridWeights:
         hidden, fields = self.hidden, self.fields
-        embedding = tensors.tensor(f"{self.prefix}embed_tokens.weight", self.vocab, hidden)
         blocks: list[ResidualPart] = []
         attentions = states = 0
         for index, kind in enumerate(self.types):
@@ -91,18 +83,12 @@ class GraniteHybrid(Family):
             norm = tensors.tensor(f"{prefix}post_attention_layernorm.weight", hidden)
             layer = FeedForwardLayer(self._feed_forward(tensors, parts, prefix))
             blocks.append(ResidualPart(norm, layer, self.residual))
-        return HybridWeights(
-            embedding=embedding,
-            parts=blocks,
-            norm=tensors.tensor(f"{self.prefix}norm.weight", hidden),
-            lm_head=self.head(tensors),
-            eps=self.eps,
-            kv_shapes=(KVShape(self.kv_heads, self.head_dim),) * attentions,
-            state_tensors=self.mamba.states(parts.dtype),
-            num_state_layers=states,
+        norm = tensors.tensor(f"{self.prefix}norm.weight", hidden)
+        return self.decoder(
+            tensors, blocks, norm, attentions, states, self.mamba.states(parts.dtype),
             embedding_scale=fields.number("embedding_multiplier", 1.0),
             logits_divisor=fields.number("logits_scaling", 1.0),
-        )
+        )  # fmt: skip
 
     def _feed_forward(self, tensors: Tensors, parts: Parts, prefix: str) -> FeedForward:
         hidden, activation = self.hidden, parts.ops.silu_mul
@@ -110,8 +96,10 @@ class GraniteHybrid(Family):
         if experts is not None:
             moe, inner = f"{prefix}block_sparse_moe.", experts.intermediate_size
             router = tensors.linear({f"{moe}router.layer": experts.count}, hidden, exact=True)
-            gate_ups = tensors.stacked(f"{moe}input_linear", experts.count, 2 * inner, hidden)
-            downs = tensors.stacked(f"{moe}output_linear", experts.count, hidden, inner)
+            gate_ups = tensors.stacked(
+                f"{moe}input_linear.weight", experts.count, 2 * inner, hidden
+            )
+            downs = tensors.stacked(f"{moe}output_linear.weight", experts.count, hidden, inner)
             mlps = [GatedMLP(*both, activation) for both in zip(gate_ups, downs, strict=True)]
             mixture = SparseMoe(router, mlps, None, experts)
         shared = f"{prefix}shared_mlp."

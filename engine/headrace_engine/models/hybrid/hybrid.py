@@ -8,26 +8,36 @@ from ...core.errors import ConfigError
 from ..layout import plain_layout
 from ..registry import LoadedModel, LoadOptions
 from ..weights.weights import WeightReader
+from .bamba import Bamba
 from .decoder import HybridDecoder
-from .family import Family, Parts
+from .falcon_h1 import FalconH1
+from .family import HEAD, Family, Parts
 from .granite_hybrid import GraniteHybrid
-from .lfm2 import Lfm2
-from .qwen3_5 import Qwen35
+from .jamba import Jamba
+from .lfm2 import Lfm2, Lfm2Moe
+from .mamba2_decoder import Mamba2
+from .nemotron_h import NemotronH
+from .qwen3_5 import Qwen35, Qwen35Moe
 from .qwen3_next import Qwen3Next
 from .tensors import ExpectedTensors, StoredTensors
 
 FAMILIES: dict[str, type[Family]] = {
+    "BambaForCausalLM": Bamba,
+    "FalconH1ForCausalLM": FalconH1,
     "GraniteMoeHybridForCausalLM": GraniteHybrid,
+    "JambaForCausalLM": Jamba,
     "Lfm2ForCausalLM": Lfm2,
+    "Lfm2MoeForCausalLM": Lfm2Moe,
+    "Mamba2ForCausalLM": Mamba2,
+    "NemotronHForCausalLM": NemotronH,
     "Qwen3NextForCausalLM": Qwen3Next,
     "Qwen3_5ForCausalLM": Qwen35,
     "Qwen3_5ForConditionalGeneration": Qwen35,
+    "Qwen3_5MoeForCausalLM": Qwen35Moe,
+    "Qwen3_5MoeForConditionalGeneration": Qwen35Moe,
 }
 # Tensors of other parts, which are not read: heads that predict several tokens, and images.
 IGNORED = ("mtp.", "model.visual.")
-HEAD = "lm_head.weight"
-# The prefix of a multimodal model's decoder.
-TEXT_PART = "model.language_model."
 
 
 def load(checkpoint: Checkpoint, options: LoadOptions) -> LoadedModel:
@@ -38,11 +48,8 @@ def load(checkpoint: Checkpoint, options: LoadOptions) -> LoadedModel:
     length = family.context(options.positions)
     parts = Parts(options.attention, options.ops, options.dtype)
     stored = scan(checkpoint.folder)
-    if any(name.startswith(TEXT_PART) for name in stored):
-        family.prefix = TEXT_PART
-        # A multimodal config.json may contradict itself, the files are right.
-        family.tied = HEAD not in stored
-    expected = ExpectedTensors(options.dtype)
+    family.look_at(stored)
+    expected = ExpectedTensors(options.dtype, stored)
     family.build(expected, parts)
     ignored = [name for name in stored if name.startswith(IGNORED)]
     if family.tied:
@@ -53,7 +60,9 @@ def load(checkpoint: Checkpoint, options: LoadOptions) -> LoadedModel:
         reader.check(expected.shapes, ignored)
         weights = family.build(StoredTensors(reader, options.ops), parts)
     model = HybridDecoder(weights, options.ops, family.rotary(length, options.device))
-    return LoadedModel(model, length, (None,) * len(model.kv_shapes))
+    # Of layers without KV no position is read.
+    window = 1 if weights.without_kv else None
+    return LoadedModel(model, length, (window,) * len(model.kv_shapes))
 
 
 def read_family(checkpoint: Checkpoint) -> Family:

@@ -40,6 +40,28 @@ class HybridLayer(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
+class ScaledLinear:
+    """A linear layer whose rows are multiplied by `before`, and whose outputs by `after`."""
+
+    linear: Linear
+    before: float = 1.0
+    after: float | torch.Tensor = 1.0
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        return self.linear(x * self.before) * self.after
+
+
+@dataclass(frozen=True, slots=True)
+class ParallelLayers:
+    """The sum of several layers of the same rows."""
+
+    layers: tuple[HybridLayer, ...]
+
+    def __call__(self, x: torch.Tensor, step: HybridStep) -> torch.Tensor:
+        return sum((layer(x, step) for layer in self.layers[1:]), self.layers[0](x, step))
+
+
+@dataclass(frozen=True, slots=True)
 class FeedForwardSum:
     """The sum of several feed-forward parts of the same input."""
 

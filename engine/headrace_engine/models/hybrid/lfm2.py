@@ -1,12 +1,12 @@
-"""LFM2: gated short convolutions and attention."""
+"""LFM2: gated short convolutions and attention, with or without a mixture of experts."""
 
 from ...checkpoints.architectures import Architecture
+from ...checkpoints.config import ExpertsConfig
 from ...checkpoints.fields import Fields
-from ...layers.feed_forward import GatedMLP
+from ...layers.feed_forward import FeedForward, SparseMoe
 from ...operators.base import QKNorm
-from ..base import KVShape
 from .decoder import HybridWeights, ResidualPart
-from .family import Family, Parts, layer_types
+from .family import Family, MatrixNames, Parts, layer_types
 from .layers import AttentionLayer, Convolution, FeedForwardLayer, ShortConvLayer, conv_state
 from .tensors import Tensors
 
@@ -16,6 +16,7 @@ LFM2 = Architecture(
     rms_norm_eps=1e-5,
     tie_word_embeddings=True,
 )
+NAMES = MatrixNames(gate="w1", up="w3", down="w2")
 
 
 class Lfm2(Family):
@@ -38,8 +39,7 @@ class Lfm2(Family):
         self.inner = _inner(fields)
 
     def build(self, tensors: Tensors, parts: Parts) -> HybridWeights:
-        hidden, eps = self.hidden, self.eps
-        embedding = tensors.tensor(f"{self.prefix}embed_tokens.weight", self.vocab, hidden)
+        hidden = self.hidden
         blocks: list[ResidualPart] = []
         attentions = states = 0
         for index, kind in enumerate(self.types):
@@ -54,18 +54,11 @@ class Lfm2(Family):
                 )
                 attentions += 1
             norm = tensors.tensor(f"{prefix}ffn_norm.weight", hidden)
-            blocks.append(ResidualPart(norm, self._mlp(tensors, parts, f"{prefix}feed_forward.")))
+            mlp = self.feed_forward(tensors, parts, f"{prefix}feed_forward.", index)
+            blocks.append(ResidualPart(norm, FeedForwardLayer(mlp)))
         norm = tensors.tensor(f"{self.prefix}embedding_norm.weight", hidden)
-        return HybridWeights(
-            embedding=embedding,
-            parts=blocks,
-            norm=norm,
-            lm_head=self.head(tensors),
-            eps=eps,
-            kv_shapes=(KVShape(self.kv_heads, self.head_dim),) * attentions,
-            state_tensors=(conv_state(hidden, self.window, parts.dtype),),
-            num_state_layers=states,
-        )
+        window = conv_state(hidden, self.window, parts.dtype)
+        return self.decoder(tensors, blocks, norm, attentions, states, (window,))
 
     def _convolution(self, tensors: Tensors, prefix: str, index: int) -> ShortConvLayer:
         hidden, prefix = self.hidden, f"{prefix}conv."
@@ -88,12 +81,48 @@ class Lfm2(Family):
             tensors, parts, prefix, index, scale=dim**-0.5, norm=norm, output="out_proj"
         )
 
-    def _mlp(self, tensors: Tensors, parts: Parts, prefix: str) -> FeedForwardLayer:
-        gate_up = tensors.linear(
-            {f"{prefix}w1": self.inner, f"{prefix}w3": self.inner}, self.hidden
+    def feed_forward(self, tensors: Tensors, parts: Parts, prefix: str, index: int) -> FeedForward:
+        """The feed-forward part of layer `index`, whose tensors' names begin with `prefix`."""
+        return self.gated_mlp(tensors, parts, prefix, self.inner, NAMES)
+
+
+class Lfm2Moe(Lfm2):
+    """LFM2 with a mixture of experts in all layers but the first ones."""
+
+    def __init__(self, fields: Fields) -> None:
+        super().__init__(fields)
+        self.inner = fields.integer("intermediate_size", 7168)
+        dense = fields.count("num_dense_layers", 2)
+        count = fields.integer("num_experts", 32)
+        chosen = fields.integer("num_experts_per_tok", 4)
+        if chosen > count:
+            raise fields.error("num_experts_per_tok", f"at most num_experts ({count})")
+        self.experts = ExpertsConfig(
+            count=count,
+            per_token=chosen,
+            intermediate_size=fields.integer("moe_intermediate_size", 1792),
+            renormalise=fields.flag("norm_topk_prob", True),
+            shared_size=None,
+            sparse=tuple(index >= dense for index in range(self.layers)),
+            sigmoid=True,
+            correction=fields.flag("use_expert_bias", True),
+            factor=fields.number("routed_scaling_factor", 1.0),
         )
-        down = tensors.linear({f"{prefix}w2": self.hidden}, self.inner)
-        return FeedForwardLayer(GatedMLP(gate_up, down, parts.ops.silu_mul))
+
+    def feed_forward(self, tensors: Tensors, parts: Parts, prefix: str, index: int) -> FeedForward:
+        experts = self.experts
+        if not experts.sparse[index]:
+            return super().feed_forward(tensors, parts, prefix, index)
+        bias = (
+            tensors.float32(f"{prefix}expert_bias", experts.count) if experts.correction else None
+        )
+        return SparseMoe(
+            router=tensors.linear({f"{prefix}gate": experts.count}, self.hidden, exact=True),
+            experts=self.gated_experts(tensors, parts, f"{prefix}experts.", experts, NAMES),
+            shared=None,
+            config=experts,
+            correction=bias,
+        )
 
 
 def _inner(fields: Fields) -> int:

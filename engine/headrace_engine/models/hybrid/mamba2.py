@@ -1,6 +1,7 @@
 """Mamba-2 layers, https://arxiv.org/abs/2405.21060."""
 
 from dataclasses import dataclass
+from math import inf
 
 import torch
 from torch.nn import functional as F
@@ -11,6 +12,15 @@ from ...layers.layers import Linear
 from .layers import Convolution, HybridStep, conv_state, scan
 from .recurrences import state_space
 from .tensors import Tensors
+
+# As JSON has it, and as transformers writes it.
+_NO_LIMITS = ([0.0, inf], [0.0, {"__float__": "Infinity"}])
+
+
+def check_steps(fields: Fields) -> None:
+    """Raises ConfigError if time steps are limited."""
+    if fields.get("time_step_limit", _NO_LIMITS[0]) not in _NO_LIMITS:
+        raise fields.error("time_step_limit", "[0, Infinity]")
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,10 +34,10 @@ class Mamba2Shape:
     window: int
 
     @classmethod
-    def of(cls, fields: Fields, hidden: int) -> "Mamba2Shape":
-        """Reads the fields whose names begin with mamba_."""
+    def of(cls, fields: Fields, width: int) -> "Mamba2Shape":
+        """Reads the fields whose names begin with mamba_, for heads of `width` elements in all."""
         heads = fields.integer("mamba_n_heads", 128)
-        width = fields.integer("mamba_expand", 2) * hidden
+        check_steps(fields)
         if fields.get("mamba_d_head", "auto") in ("auto", width // heads):
             dim = width // heads
         else:
@@ -57,9 +67,10 @@ class Mamba2Shape:
 
 @dataclass(frozen=True, slots=True)
 class Mamba2Layer:
-    """A Mamba-2 layer whose gate is applied before the norm.
+    """A Mamba-2 layer whose gate is applied before the norm, or after it with `norm_first`.
 
-    `a_log`, `dt_bias` and `skip` [H] are float32; `norm` [H * P] is over each group of heads.
+    `a_log`, `dt_bias` and `skip` [H] are float32; `norm` [H * P] is over each group of heads; None:
+    there is no norm.
     """
 
     index: int
@@ -68,10 +79,11 @@ class Mamba2Layer:
     a_log: torch.Tensor
     dt_bias: torch.Tensor
     skip: torch.Tensor
-    norm: torch.Tensor
+    norm: torch.Tensor | None
     eps: float
     output: Linear
     shape: Mamba2Shape
+    norm_first: bool = False
 
     def __call__(self, x: torch.Tensor, step: HybridStep) -> torch.Tensor:
         shape = self.shape
@@ -80,9 +92,13 @@ class Mamba2Layer:
         )
         steps = F.softplus(dt.float() + self.dt_bias)
         found = scan(self.index, step, (mixed, steps), self._advance)
-        return self.output(self._normed(found * F.silu(gate.float())).to(x.dtype))
+        gate = F.silu(gate.float())
+        found = self._normed(found) * gate if self.norm_first else self._normed(found * gate)
+        return self.output(found.to(x.dtype))
 
     def _normed(self, x: torch.Tensor) -> torch.Tensor:
+        if self.norm is None:
+            return x
         grouped = x.view(len(x), self.shape.groups, -1)
         scale = torch.rsqrt(grouped.pow(2).mean(-1, keepdim=True) + self.eps)
         return self.norm * (grouped * scale).view(len(x), -1)
@@ -118,13 +134,17 @@ def read_mamba2(
     *,
     conv_bias: bool,
     proj_bias: bool,
+    output_bias: bool | None = None,
+    normed: bool = True,
+    norm_first: bool = False,
 ) -> Mamba2Layer:
-    """Reads the layer whose tensors' names begin with `prefix`."""
+    """Reads the layer whose tensors' names begin with `prefix`. `output_bias` None: `proj_bias`."""
     heads, width, channels = shape.heads, shape.width, shape.channels
-    vectors = [tensors.tensor(prefix + name, heads).float() for name in ("dt_bias", "A_log", "D")]
+    vectors = [tensors.float32(prefix + name, heads) for name in ("dt_bias", "A_log", "D")]
     weight = tensors.tensor(f"{prefix}conv1d.weight", channels, 1, shape.window)
     bias = tensors.tensor(f"{prefix}conv1d.bias", channels) if conv_bias else None
     joint = width + channels + heads
+    output_bias = proj_bias if output_bias is None else output_bias
     return Mamba2Layer(
         index=index,
         input=tensors.linear({f"{prefix}in_proj": joint}, hidden, proj_bias),
@@ -132,8 +152,9 @@ def read_mamba2(
         a_log=vectors[1],
         dt_bias=vectors[0],
         skip=vectors[2],
-        norm=tensors.tensor(f"{prefix}norm.weight", width),
+        norm=tensors.tensor(f"{prefix}norm.weight", width) if normed else None,
         eps=eps,
-        output=tensors.linear({f"{prefix}out_proj": hidden}, width, proj_bias),
+        output=tensors.linear({f"{prefix}out_proj": hidden}, width, output_bias),
         shape=shape,
+        norm_first=norm_first,
     )

@@ -1,4 +1,4 @@
-"""Qwen 3.5, without experts and without images: gated delta nets and gated attention."""
+"""Qwen 3.5, with and without experts, text only: gated delta nets and gated attention."""
 
 from dataclasses import dataclass
 
@@ -41,6 +41,13 @@ class Qwen35(Qwen3Next):
             ba=tensors.linear({f"{prefix}in_proj_b": heads, f"{prefix}in_proj_a": heads}, hidden),
             shape=shape,
         )
+
+
+class Qwen35Moe(Qwen35):
+    """Qwen 3.5 with a mixture of experts in every layer."""
+
+    def _experts(self) -> ExpertsConfig | None:
+        return self.routed(256, 8, True, (True,) * self.layers)
 
 
 @dataclass(frozen=True, slots=True)

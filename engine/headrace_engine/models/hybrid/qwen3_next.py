@@ -10,7 +10,6 @@ from ...checkpoints.fields import Fields
 from ...layers.feed_forward import GatedMLP, SharedExpert, SparseMoe
 from ...layers.layers import Linear
 from ...operators.base import QKNorm
-from ..base import KVShape
 from .decoder import HybridWeights, ResidualPart
 from .family import Family, Parts, layer_types
 from .layers import (
@@ -56,14 +55,21 @@ class Qwen3Next(Family):
         self.inner = fields.integer("intermediate_size", 5632)
 
     def _experts(self) -> ExpertsConfig | None:
+        sparse = sparse_layers(self.fields)
+        return self.routed(512, 10, self.fields.flag("norm_topk_prob", True), sparse)
+
+    def routed(
+        self, count: int, per_token: int, renormalise: bool, sparse: tuple[bool, ...]
+    ) -> ExpertsConfig:
+        """The mixtures, with `count` experts and `per_token` of them if config.json has neither."""
         fields = self.fields
         found = ExpertsConfig(
-            count=fields.integer("num_experts", 512),
-            per_token=fields.integer("num_experts_per_tok", 10),
+            count=fields.integer("num_experts", count),
+            per_token=fields.integer("num_experts_per_tok", per_token),
             intermediate_size=fields.integer("moe_intermediate_size", 512),
-            renormalise=fields.flag("norm_topk_prob", True),
+            renormalise=renormalise,
             shared_size=fields.integer("shared_expert_intermediate_size", 512),
-            sparse=sparse_layers(fields),
+            sparse=sparse,
         )
         if found.per_token > found.count:
             raise fields.error("num_experts_per_tok", f"at most num_experts ({found.count})")
@@ -71,7 +77,6 @@ class Qwen3Next(Family):
 
     def build(self, tensors: Tensors, parts: Parts) -> HybridWeights:
         blocks: list[ResidualPart] = []
-        embedding = tensors.tensor(f"{self.prefix}embed_tokens.weight", self.vocab, self.hidden)
         attentions = states = 0
         for index, kind in enumerate(self.types):
             prefix = f"{self.prefix}layers.{index}."
@@ -88,16 +93,9 @@ class Qwen3Next(Family):
             make = self._mixture if sparse else self._mlp
             blocks.append(ResidualPart(norm, FeedForwardLayer(make(tensors, parts, prefix))))
         window = conv_state(self.delta.channels, self.window, parts.dtype)
-        return HybridWeights(
-            embedding=embedding,
-            parts=blocks,
-            norm=self.norm(tensors, f"{self.prefix}norm", self.hidden),
-            lm_head=self.head(tensors),
-            eps=self.eps,
-            kv_shapes=(KVShape(self.kv_heads, self.head_dim),) * attentions,
-            state_tensors=(window, self.delta.state),
-            num_state_layers=states,
-        )
+        norm = self.norm(tensors, f"{self.prefix}norm", self.hidden)
+        tensors_of_state = (window, self.delta.state)
+        return self.decoder(tensors, blocks, norm, attentions, states, tensors_of_state)
 
     def norm(self, tensors: Tensors, name: str, width: int) -> torch.Tensor:
         """A norm's weights; 1 is added to the stored ones, in float32."""
@@ -116,8 +114,8 @@ class Qwen3Next(Family):
     def _delta_net(self, tensors: Tensors, prefix: str, index: int) -> GatedDeltaLayer:
         shape, prefix = self.delta, f"{prefix}linear_attn."
         heads, channels = shape.value_heads, shape.channels
-        dt_bias = tensors.tensor(f"{prefix}dt_bias", heads).float()
-        a_log = tensors.tensor(f"{prefix}A_log", heads).float()
+        dt_bias = tensors.float32(f"{prefix}dt_bias", heads)
+        a_log = tensors.float32(f"{prefix}A_log", heads)
         weight = tensors.tensor(f"{prefix}conv1d.weight", channels, 1, self.window)
         return GatedDeltaLayer(
             index=index,
@@ -142,28 +140,19 @@ class Qwen3Next(Family):
         )
 
     def _mlp(self, tensors: Tensors, parts: Parts, prefix: str) -> GatedMLP:
-        return self._gated(tensors, parts, f"{prefix}mlp.", self.inner)
-
-    def _gated(self, tensors: Tensors, parts: Parts, prefix: str, inner: int) -> GatedMLP:
-        gates = {f"{prefix}gate_proj": inner, f"{prefix}up_proj": inner}
-        gate_up = tensors.linear(gates, self.hidden)
-        down = tensors.linear({f"{prefix}down_proj": self.hidden}, inner)
-        return GatedMLP(gate_up, down, parts.ops.silu_mul)
+        return self.gated_mlp(tensors, parts, f"{prefix}mlp.", self.inner)
 
     def _mixture(self, tensors: Tensors, parts: Parts, prefix: str) -> SparseMoe:
         experts, prefix = self.experts, f"{prefix}mlp."
         assert experts is not None and experts.shared_size is not None
         router = tensors.linear({f"{prefix}gate": experts.count}, self.hidden, exact=True)
-        inner = experts.intermediate_size
+        shared = f"{prefix}shared_expert"
         return SparseMoe(
             router=router,
-            experts=[
-                self._gated(tensors, parts, f"{prefix}experts.{one}.", inner)
-                for one in range(experts.count)
-            ],
+            experts=self.gated_experts(tensors, parts, f"{prefix}experts.", experts),
             shared=SharedExpert(
-                mlp=self._gated(tensors, parts, f"{prefix}shared_expert.", experts.shared_size),
-                gate=tensors.linear({f"{prefix}shared_expert_gate": 1}, self.hidden, exact=True),
+                mlp=self.gated_mlp(tensors, parts, f"{shared}.", experts.shared_size),
+                gate=tensors.linear({f"{shared}_gate": 1}, self.hidden, exact=True),
             ),
             config=experts,
         )

@@ -69,3 +69,25 @@ def state_space(
         state = state * factors[at][:, None, None] + change
         outputs[at] += torch.einsum("hpn,hn->hp", state, c[at])
     return outputs, state
+
+
+def selective_scan(
+    values: torch.Tensor,
+    steps: torch.Tensor,
+    a: torch.Tensor,
+    b: torch.Tensor,
+    c: torch.Tensor,
+    skip: torch.Tensor,
+    state: torch.Tensor,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The recurrence of Mamba, https://arxiv.org/abs/2312.00752, in float32.
+
+    values and steps [n, C], a [C, N], b and c [n, N], skip [C], state [C, N]. Returns [n, C] and
+    the state after the run.
+    """
+    outputs = values * skip
+    for at in range(len(values)):
+        change = (steps[at] * values[at])[:, None] * b[at]
+        state = state * torch.exp(steps[at][:, None] * a) + change
+        outputs[at] += state @ c[at]
+    return outputs, state

@@ -1,7 +1,7 @@
 """Sources of a hybrid decoder's tensors: a family asks one source for the names and shapes, and
 another one for the weights."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Protocol
 
 import torch
@@ -18,6 +18,12 @@ class Tensors(Protocol):
 
     def tensor(self, name: str, *shape: int) -> torch.Tensor: ...
 
+    def place(self, tensor: torch.Tensor) -> torch.Tensor:
+        """A tensor that no file has, in the decoder's dtype, where the others are."""
+
+    def float32(self, name: str, *shape: int) -> torch.Tensor:
+        """A tensor that is too coarse in the decoder's dtype."""
+
     def linear(
         self, matrices: Mapping[str, int], inputs: int, bias: bool = False, exact: bool = False
     ) -> Linear:
@@ -25,19 +31,32 @@ class Tensors(Protocol):
         weights are never quantised."""
 
     def stacked(self, name: str, count: int, outputs: int, inputs: int) -> list[Linear]:
-        """The layers of one module whose weight is [count, outputs, inputs]."""
+        """The layers of one tensor [count, outputs, inputs]."""
+
+    def experts(
+        self, prefix: str, count: int, stacked: str, matrices: Mapping[str, int], inputs: int
+    ) -> list[Linear]:
+        """For each of `count` experts one layer of the named matrices. They are stored one by one,
+        below `prefix` and the expert's number, or all as the tensor `stacked` below `prefix`."""
 
 
 class ExpectedTensors:
-    """Collects names and shapes; its tensors have no memory."""
+    """Collects names and shapes; its tensors have no memory. `stored` has the names of the
+    checkpoint's tensors."""
 
-    def __init__(self, dtype: torch.dtype) -> None:
+    def __init__(self, dtype: torch.dtype, stored: Collection[str] = ()) -> None:
         self.shapes: dict[str, Shape] = {}
-        self._dtype = dtype
+        self._dtype, self._stored = dtype, stored
 
     def tensor(self, name: str, *shape: int) -> torch.Tensor:
         self.shapes[name] = shape
         return torch.empty(shape, dtype=self._dtype, device="meta")
+
+    def place(self, tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.to(self._dtype)
+
+    def float32(self, name: str, *shape: int) -> torch.Tensor:
+        return self.tensor(name, *shape)
 
     def linear(
         self, matrices: Mapping[str, int], inputs: int, bias: bool = False, exact: bool = False
@@ -49,8 +68,15 @@ class ExpectedTensors:
         return PlainLinear(torch.empty(0), None)
 
     def stacked(self, name: str, count: int, outputs: int, inputs: int) -> list[Linear]:
-        self.tensor(f"{name}.weight", count, outputs, inputs)
+        self.tensor(name, count, outputs, inputs)
         return [PlainLinear(torch.empty(0), None) for _ in range(count)]
+
+    def experts(
+        self, prefix: str, count: int, stacked: str, matrices: Mapping[str, int], inputs: int
+    ) -> list[Linear]:
+        if prefix + stacked in self._stored:
+            return self.stacked(prefix + stacked, count, sum(matrices.values()), inputs)
+        return [self.linear(_numbered(prefix, at, matrices), inputs) for at in range(count)]
 
 
 class StoredTensors:
@@ -62,6 +88,12 @@ class StoredTensors:
     def tensor(self, name: str, *shape: int) -> torch.Tensor:
         return self._reader.read(name)
 
+    def place(self, tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.to(dtype=self._reader.dtype, device=self._reader.device)
+
+    def float32(self, name: str, *shape: int) -> torch.Tensor:
+        return self._reader.read_float32(name)
+
     def linear(
         self, matrices: Mapping[str, int], inputs: int, bias: bool = False, exact: bool = False
     ) -> Linear:
@@ -69,7 +101,18 @@ class StoredTensors:
         return self._linears.make(_names(list(matrices), "weight"), biases, exact)
 
     def stacked(self, name: str, count: int, outputs: int, inputs: int) -> list[Linear]:
-        return [make_linear(weight) for weight in self._reader.read(f"{name}.weight")]
+        return [make_linear(weight) for weight in self._reader.read(name)]
+
+    def experts(
+        self, prefix: str, count: int, stacked: str, matrices: Mapping[str, int], inputs: int
+    ) -> list[Linear]:
+        if self._reader.expects(prefix + stacked):
+            return self.stacked(prefix + stacked, count, sum(matrices.values()), inputs)
+        return [self.linear(_numbered(prefix, at, matrices), inputs) for at in range(count)]
+
+
+def _numbered(prefix: str, expert: int, matrices: Mapping[str, int]) -> dict[str, int]:
+    return {f"{prefix}{expert}.{name}": outputs for name, outputs in matrices.items()}
 
 
 def _names(modules: Sequence[str], kind: str) -> tuple[str, ...]:

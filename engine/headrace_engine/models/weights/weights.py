@@ -136,6 +136,10 @@ class WeightReader:
             return False
         return not bool(self._files.load(name).any())
 
+    def expects(self, name: str) -> bool:
+        """Whether a tensor was given to `check`."""
+        return name in self._expected
+
     def shape(self, name: str) -> Shape:
         """The shape of this rank's part of a tensor given to `check`."""
         whole = self.whole_shape(name)
