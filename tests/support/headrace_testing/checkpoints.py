@@ -652,10 +652,11 @@ class Reference:
 
 
 def _auto_class(config: Any) -> Any:
-    """Returns the class for multimodal models, some of which are in no list of causal models."""
+    """Returns the class for multimodal models if there is a vision tower. For some of them the
+    class for causal models would make the decoder alone."""
     causal: Any = transformers.AutoModelForCausalLM
     multimodal: Any = transformers.AutoModelForImageTextToText
-    return causal if type(config) in causal._model_mapping else multimodal
+    return multimodal if hasattr(config, "vision_config") else causal
 
 
 def _initialise(name: str, parameter: torch.Tensor) -> None:

@@ -171,6 +171,7 @@ def test_bfloat16_logits_are_as_close_as_those_of_transformers(name: str, tmp_pa
 
 def test_models_check_describes_the_checkpoint(name: str, checkpoint: CheckpointMaker) -> None:
     found = describe(load_checkpoint(str(checkpoint(name))))
+    assert ("ForConditionalGeneration" in found.architecture) == ("multimodal" in name)
     assert found.implementation == "native"
     assert bool(found.kv_bytes_per_token) == (name != "mamba2")
     assert "recurrent state" in found.note
@@ -195,8 +196,9 @@ def test_every_parameter_is_read_where_sizes_are_the_defaults(
     config: str, options: dict[str, Any], tmp_path: Path
 ) -> None:
     made = getattr(transformers, config)(**options)
+    auto: Any = transformers.AutoModelForCausalLM
     with torch.device("meta"):
-        model: Any = transformers.AutoModelForCausalLM.from_config(made)
+        model = auto.from_config(made)
     made.architectures = [type(model).__name__]
     made.save_pretrained(tmp_path)
     family, expected = read_family(load_checkpoint(str(tmp_path))), ExpectedTensors(torch.bfloat16)
@@ -234,7 +236,9 @@ def test_fields_that_are_not_supported_are_refused_by_name(
         read_family(changed)
 
 
-@pytest.mark.parametrize("mixture", ["jamba", "lfm2-moe", "nemotron-h", "qwen3_5-moe"])
+@pytest.mark.parametrize(
+    "mixture", ["jamba", "lfm2-moe", "nemotron-h", "qwen3_5-moe", "qwen3_5-moe-multimodal"]
+)
 def test_stacked_experts_give_the_same_tokens(
     mixture: str, reference: ReferenceMaker, tmp_path: Path
 ) -> None:
