@@ -133,6 +133,16 @@ class Admission:
         )
         return int(now * 1000), int(now * 1000) + int(seconds * 1000)
 
+    def time_to_queue(self, lifetime: tuple[int, int]) -> "TimeLimit":
+        """Limits the time until a request of this lifetime is queued, from now on. Raises
+        RequestFailed if none is left."""
+        _, deadline_ms = lifetime
+        seconds = deadline_ms / 1000 - self.clock()
+        message = "the deadline passed before the prompt was tokenised"
+        if seconds <= 0:  # a limit would let a block end that never waits
+            raise RequestFailed(FailureCode.DEADLINE, message)
+        return TimeLimit(seconds, message)
+
     async def submit(self, job: Job, requests: Sequence[GenerateRequest]) -> list[Accepted]:
         """Queues all requests, or none if one of them is refused."""
         accepted: list[Accepted] = []
@@ -203,13 +213,6 @@ def _check_length(prompt_tokens: int, max_tokens: int | None, context: int) -> N
             f"{prompt_tokens + wanted} tokens ({prompt_tokens} in the prompt, {wanted} in the "
             "completion)",
         )
-
-
-def time_to_queue(lifetime: tuple[int, int]) -> "TimeLimit":
-    """Limits the time until a request of this lifetime is queued."""
-    created_ms, deadline_ms = lifetime
-    message = "the deadline passed before the prompt was tokenised"
-    return TimeLimit((deadline_ms - created_ms) / 1000, message)
 
 
 def tokenizing_limit() -> "TimeLimit":

@@ -22,7 +22,7 @@ from ..resumable.idempotency import RESUMABLE_HEADER, ResumeOptions, fingerprint
 from ..resumable.stored_embeddings import OPERATION, StoredEmbeddingRequest, bytes_of
 from ..streaming.disconnecting_response import answering
 from ..telemetry.observation import Observation
-from .admission import Job, time_to_queue, tokenizing_limit
+from .admission import Job, tokenizing_limit
 from .embeddings import (
     EmbeddingExchange,
     EmbeddingRequest,
@@ -89,7 +89,7 @@ async def embed(
     )
     with observation.before_response():
         lifetime = pipeline.admission.lifetime(headers)
-        async with time_to_queue(lifetime), tokenizing_limit():
+        async with pipeline.admission.time_to_queue(lifetime), tokenizing_limit():
             job = await _job(call)
             requests = await _requests(call, job, lifetime)
         if resume is None:

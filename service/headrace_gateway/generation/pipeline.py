@@ -32,7 +32,7 @@ from ..schemas.completions import GenerationBody
 from ..schemas.structured_fields import StructuredBody
 from ..streaming.disconnecting_response import Delivery, answering
 from ..telemetry.observation import Observation, Observer, RequestInfo
-from .admission import Admission, Job, time_to_queue, tokenizing_limit
+from .admission import Admission, Job, tokenizing_limit
 from .constraints import Constraints
 from .generation_response import Exchange, GenerationResponse, queued
 from .operations import Call, Operation, measured_as
@@ -201,9 +201,9 @@ class Pipeline:
             request, request_id, operation.name, call.model, call.sampling, stream=body.stream
         )
         with observation.before_response():
-            await self._check_structure(request, body, call)  # it has a time limit of its own
             lifetime = self.admission.lifetime(headers)
-            async with time_to_queue(lifetime):
+            await self._check_structure(request, body, call)  # it has a time limit of its own
+            async with self.admission.time_to_queue(lifetime):
                 job = await _job(call, body, queue_id, observation.trace, self.caller)
                 requests = await self.admission.prepare(job, lifetime)
             limits = await self.reserve(job, requests, observation)

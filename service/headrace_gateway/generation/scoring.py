@@ -28,7 +28,7 @@ from ..resumable.idempotency import KEY_HEADER, resume_options
 from ..schemas.chat_messages import Body
 from ..schemas.completions import MAX_CACHE_SALT_CHARS
 from ..streaming.disconnecting_response import answering
-from .admission import Job, time_to_queue, tokenizing_limit
+from .admission import Job, tokenizing_limit
 from .embedding_pipeline import INPUTS_AT_ONCE, SAMPLING
 from .embeddings import EmbeddingExchange, EmbeddingResponse
 from .pipeline import Pipeline
@@ -169,7 +169,7 @@ async def score(
         answer = score_answer(observation.request_name, model.name)
     with observation.before_response():
         lifetime = pipeline.admission.lifetime(request.headers)
-        async with time_to_queue(lifetime), tokenizing_limit():
+        async with pipeline.admission.time_to_queue(lifetime), tokenizing_limit():
             job = Job(
                 request_id=request_id,
                 model=model,

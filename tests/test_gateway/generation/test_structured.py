@@ -1,11 +1,13 @@
 """Structured output at the gateway: each field that asks for it, what is refused at the door."""
 
+import asyncio
 from typing import Any
 
 import pytest
 
 from headrace_common.structured.grammar_checks import GrammarChecks, GrammarsBusy
 from headrace_common.structured.structured import StructuredOutputsParams
+from headrace_gateway.generation.constraints import Constraints
 from headrace_gateway.schemas.completions import UNSUPPORTED
 from headrace_testing.gateway import Gateway
 
@@ -122,3 +124,22 @@ async def test_a_check_that_cannot_be_made_now_is_answered_with_when_to_come_bac
     assert answer.status_code == status
     assert answer.json()["error"]["code"] == "grammars_busy"
     assert int(answer.headers["retry-after"]) >= 1
+
+
+@pytest.mark.parametrize("path", ["chat", "complete"])
+async def test_the_time_of_a_constraints_check_counts_towards_the_deadline(
+    gateway: Gateway, path: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def check(*_: object) -> None:
+        await asyncio.sleep(0.05)
+
+    monkeypatch.setattr(Constraints, "check", check)
+    gateway.http.headers["x-request-timeout"] = "0.02"
+    try:
+        answer = await getattr(gateway, path)(guided_regex="a+")
+    finally:
+        del gateway.http.headers["x-request-timeout"]
+
+    assert answer.status_code == 504
+    assert answer.json()["error"]["code"] == "deadline_exceeded"
+    assert gateway.engine.submitted == []
