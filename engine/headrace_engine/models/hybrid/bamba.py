@@ -18,10 +18,7 @@ class Bamba(Family):
         super().__init__(fields)
         fields.require("hidden_act", ("silu", "swish"), default="silu")
         fields.require("partial_rotary_factor", (0.5,), default=0.5)
-        self.heads = fields.integer("num_attention_heads", 32)
-        kv_heads = fields.optional_integer("num_key_value_heads", 8)
-        self.kv_heads = self.heads if kv_heads is None else kv_heads
-        self.head_dim = fields.integer("head_dim", self.hidden // self.heads)
+        self.read_heads()
         self.bias = fields.flag("attention_bias")
         self.eps = fields.number("rms_norm_eps", 1e-5)
         self.tied = fields.flag("tie_word_embeddings")

@@ -22,10 +22,7 @@ class FalconH1(Family):
     def __init__(self, fields: Fields) -> None:
         super().__init__(fields)
         fields.require("hidden_act", ("silu", "swish"), default="silu")
-        self.heads = fields.integer("num_attention_heads", 32)
-        kv_heads = fields.optional_integer("num_key_value_heads", 8)
-        self.kv_heads = self.heads if kv_heads is None else kv_heads
-        self.head_dim = fields.integer("head_dim", self.hidden // self.heads)
+        self.read_heads()
         self.bias = fields.flag("attention_bias")
         self.eps = fields.number("rms_norm_eps", 1e-5)
         self.tied = fields.flag("tie_word_embeddings")

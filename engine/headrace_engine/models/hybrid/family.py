@@ -69,6 +69,13 @@ class Family(ABC):
         longest = self.architecture.max_position_embeddings
         self.positions = fields.integer("max_position_embeddings", longest)
 
+    def read_heads(self) -> None:
+        """Reads the heads of attention; without a number of KV heads each head has its own."""
+        self.heads = self.fields.integer("num_attention_heads", 32)
+        kv_heads = self.fields.optional_integer("num_key_value_heads", 8)
+        self.kv_heads = self.heads if kv_heads is None else kv_heads
+        self.head_dim = self.fields.integer("head_dim", self.hidden // self.heads)
+
     def look_at(self, stored: Collection[str]) -> None:
         """Takes from the names of a checkpoint's tensors what config.json does not say."""
         for prefix in self.prefixes:

@@ -22,10 +22,7 @@ class Jamba(Family):
         fields.require("hidden_act", ("silu", "swish"), default="silu")
         fields.require("mamba_inner_layernorms", (True,), default=True)
         fields.require("sliding_window", (None,), default=None)
-        self.heads = fields.integer("num_attention_heads", 32)
-        kv_heads = fields.optional_integer("num_key_value_heads", 8)
-        self.kv_heads = self.heads if kv_heads is None else kv_heads
-        self.head_dim = fields.integer("head_dim", self.hidden // self.heads)
+        self.read_heads()
         self.eps = fields.number("rms_norm_eps", 1e-6)
         self.tied = fields.flag("tie_word_embeddings")
         self.inner = fields.integer("intermediate_size", 14336)

@@ -137,12 +137,13 @@ class NemotronH(Family):
         ups = tensors.experts(below, experts.count, "up_proj", {"up_proj": inner}, width)
         downs = tensors.experts(below, experts.count, "down_proj", {"down_proj": width}, inner)
         mlps = [GatedMLP(*both, squared_relu) for both in zip(ups, downs, strict=True)]
-        mixture: FeedForward = SparseMoe(router, mlps, None, experts, correction)
+        sparse = SparseMoe(router, mlps, None, experts, correction)
+        mixture: FeedForward = sparse
         if latent is not None:
             into = {f"{prefix}fc1_latent_proj": latent}
             back = {f"{prefix}fc2_latent_proj": hidden}
             mixture = LatentMoe(
-                mixture=SparseMoe(router, mlps, None, experts, correction),
+                mixture=sparse,
                 into=tensors.linear(into, hidden, self.mlp_bias),
                 back=tensors.linear(back, latent, self.mlp_bias),
             )
