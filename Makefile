@@ -68,10 +68,10 @@ $(VENV)/.installed: requirements/dev.txt $(DECLARED)
 	@touch $(VENV)/.installed-up $@
 
 # Tests skip what is missing here, but not in CI.
-system-packages: ## install the Debian packages that tests use (as root): prometheus, redis exporter, faketime, nginx, docker-registry, busybox, chromium
-	@command -v apt-get >/dev/null || { echo "no apt-get here: install prometheus (with promtool), prometheus-redis-exporter, faketime, nginx, docker-registry, busybox and chromium"; exit 1; }
+system-packages: ## install the Debian packages that tests use (as root): prometheus, redis exporter, faketime, nginx, docker-registry, busybox, chromium-headless-shell
+	@command -v apt-get >/dev/null || { echo "no apt-get here: install prometheus (with promtool), prometheus-redis-exporter, faketime, nginx, docker-registry, busybox and chromium-headless-shell"; exit 1; }
 	apt-get update -qq
-	DEBIAN_FRONTEND=noninteractive apt-get install -qq -y --no-install-recommends prometheus prometheus-redis-exporter faketime nginx-light docker-registry busybox chromium
+	DEBIAN_FRONTEND=noninteractive apt-get install -qq -y --no-install-recommends prometheus prometheus-redis-exporter faketime nginx-light docker-registry busybox chromium-headless-shell
 
 # What the first start did not import is compiled meanwhile, while nothing else wants a processor.
 up: install ## serve the bundled model on http://localhost:8000
