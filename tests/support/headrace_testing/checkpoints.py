@@ -639,8 +639,11 @@ class Reference:
         prompt_length: Callable[[int], int] = lambda index: 3 + (index * 7) % 40,
         prefix: tuple[int, ...] = (),
     ) -> list[GreedyPath]:
-        """Greedy paths of random prompts without near-ties: none closer than MARGIN."""
-        generator = torch.Generator().manual_seed(count * 1000 + length)
+        """Greedy paths of random prompts without near-ties: none closer than MARGIN.
+
+        The first paths are the same whatever their count, and are computed once.
+        """
+        generator = torch.Generator().manual_seed(length)
         found: list[GreedyPath] = []
         while len(found) < count:
             size = prompt_length(len(found))
