@@ -29,7 +29,7 @@ def pickled(folder: Path) -> None:
 
 
 def with_code(folder: Path) -> None:
-    foreign = {"architectures": ["EvilForCausalLM"], "model_type": "evil"}
+    foreign = {"architectures": ["CustomForCausalLM"], "model_type": "custom"}
     edit(folder / "config.json", lambda c: c.update(foreign, auto_map={"AutoModel": "evil.Model"}))
     (folder / "evil.py").write_text("raise SystemExit('code of a checkpoint was run')")
 
@@ -64,7 +64,7 @@ def cut_short(folder: Path) -> None:
 # how it is broken -> what the message must name
 CASES: dict[str, tuple[Callable[[Path], None], tuple[str, ...]]] = {
     "pickle": (pickled, ("pytorch_model.bin", "pickle", "safetensors")),
-    "code": (with_code, ("config.json", "EvilForCausalLM", "auto_map")),
+    "code": (with_code, ("config.json", "CustomForCausalLM", "auto_map")),
     "traversal": (climbing, ("model.safetensors.index.json", "../../secret.safetensors")),
     "missing": (without_tensor, ("model.layers.1.mlp.up_proj.weight", "missing")),
     "shape": (misshaped, ("model.safetensors", "q_proj.weight", "[63, 64]", "[64, 64]")),

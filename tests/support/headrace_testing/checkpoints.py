@@ -380,6 +380,9 @@ SHAPES: dict[str, Shape] = {
         },
     ),
     "qwen3-moe": Shape("Qwen3MoeConfig", {**_GROUPED, **_EXPERTS, "head_dim": 32}),
+}
+# The decoders with recurrent layers.
+HYBRID_SHAPES: dict[str, Shape] = {
     "lfm2": Shape(
         "Lfm2Config",
         {
@@ -506,24 +509,8 @@ SHAPES: dict[str, Shape] = {
         "Qwen3_5MoeConfig", {"text_config": _QWEN35_MOE, "vision_config": _QWEN_VISION}
     ),
 }
-# Those with recurrent layers.
-HYBRID = (
-    "lfm2",
-    "lfm2-moe",
-    "nemotron-h",
-    "nemotron-h-latent",
-    "qwen3-next",
-    "qwen3_5",
-    "qwen3_5-multimodal",
-    "qwen3_5-moe",
-    "qwen3_5-moe-multimodal",
-    "bamba",
-    "falcon-h1",
-    "falcon-h1-norm",
-    "granite-hybrid",
-    "jamba",
-    "mamba2",
-)
+HYBRID = tuple(HYBRID_SHAPES)
+SHAPES |= HYBRID_SHAPES
 
 _LINES = (
     "the cat sat on the mat and looked at the moon",

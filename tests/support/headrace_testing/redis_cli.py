@@ -1,7 +1,7 @@
-"""A stand-in for valkey-cli where only the server is installed: one command, printed as to a pipe.
+"""A stand-in for valkey-cli if only the server is installed: runs one command, prints as to a pipe.
 
-Runs as a program without any package, since scripts run it many times; `socket` alone would take
-twice as long to import as the interpreter takes to start, so this uses the module below it.
+The chart's scripts run it many times, so it must start fast. It imports no package, and uses the C
+module `_socket`: importing `socket` takes twice as long as the interpreter takes to start.
 """
 
 import _socket

@@ -186,12 +186,12 @@ def test_a_tensor_in_two_files_is_refused(tmp_path: Path) -> None:
     [
         (
             {
-                "architectures": ["EvilForCausalLM"],
-                "model_type": "evil",
+                "architectures": ["CustomForCausalLM"],
+                "model_type": "custom",
                 "auto_map": {"AutoModel": "a.B"},
             },
-            "EvilForCausalLM .*'evil'.* auto_map names code of the checkpoint, which is never run; "
-            "use",
+            "CustomForCausalLM .*'custom'.* auto_map names code of the checkpoint, which is never "
+            "run; use",
         ),
         ({"quantization_config": {"quant_method": "x"}}, r"quantization_config\.quant_method must"),
         ({"quantization_config": "gptq"}, "quantization_config must be an object"),
