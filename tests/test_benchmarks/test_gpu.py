@@ -85,10 +85,10 @@ def test_every_part_runs_and_reports_its_figures(tmp_path: Path) -> None:
     }  # fmt: skip
     assert all(gpu_table.row(one).startswith("tiny") for one in whole)
     assert len(gpu_table.ratios(whole)) == 2
-    check_what_comes_back(place)
+    check_result_files(place)
 
 
-def check_what_comes_back(place: gpu.Place) -> None:
+def check_result_files(place: gpu.Place) -> None:
     """The results are few files in one folder; one of them contains all else."""
     gpu_report.write_reports(place.out, {"steps:1b": "whole: said nothing for 60 s"})
     gpu.pack(place)
@@ -182,7 +182,7 @@ def test_a_part_that_hangs_is_ended_with_a_stack_trace(
     monkeypatch.setattr(gpu_process, "TELL_SECONDS", 60.0)
 
     def heard() -> int:
-        """Something new until it is where it stays."""
+        """Output grows until the program hangs."""
         return -1 if "ready" in log.read_text() else next(numbers)
 
     def problem(program: str, seconds: float, silence: float) -> str | None:
@@ -243,7 +243,7 @@ def test_goals_leave_a_share_of_the_time_for_launches(monkeypatch: pytest.Monkey
     decode = [(1, 1024)]
     assert ideal.step(shape, decode, 1) == pytest.approx(roofs.step(shape, decode, 1))
     assert slower.step(shape, decode, 1) == pytest.approx(roofs.step(shape, decode, 1) + 6e-4)
-    # Where all rows are multiplied, activations and attention come besides.
+    # For many rows, activations and attention add to the time of the products.
     prompt = [(4096, 4096)]
     assert ideal.step(shape, prompt, 1) > roofs.step(shape, prompt, 1)
     first, *_ = gpu_predicted.decodes("H100", "8b", roofs, slower)

@@ -1,5 +1,5 @@
-"""Benchmarks that no other test runs, each on as little as it takes; and that all programs outside
-of the packages start."""
+"""Benchmarks that no other test runs, with the smallest workloads, and the start of all programs
+outside of the packages."""
 
 import json
 import os
@@ -48,7 +48,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 @pytest.fixture
 def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Run:
-    """Runs a program with arguments in this process; what it prints."""
+    """Runs a program with arguments in this process; returns what it prints."""
 
     def run(program: str, *arguments: str) -> str:
         monkeypatch.setattr(sys, "argv", [f"{program}.py", *arguments])

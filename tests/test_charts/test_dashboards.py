@@ -1,4 +1,4 @@
-"""The dashboards as files: generated, whole, and about metrics that exist."""
+"""The dashboards' files match their code, and show every metric and none that does not exist."""
 
 import json
 import re

@@ -1,4 +1,4 @@
-"""Prints as JSON what an engine would make of a checkpoint, without its weights:
+"""Prints as JSON how an engine would serve a checkpoint, without its weights:
 
     python -m headrace_engine.model_loader.describe_model FOLDER
 

@@ -31,7 +31,7 @@ Opaque = dict[str, Any]
 
 
 class SpecSection(BaseModel):
-    """Frozen; unknown fields are refused, never ignored. `cel`: (rule, message) pairs."""
+    """A frozen section that refuses unknown fields. `cel` are (rule, message) pairs."""
 
     model_config = ConfigDict(
         frozen=True,

@@ -35,7 +35,7 @@ __all__ = ["ClientConfig", "Delta", "Generation", "GenerationClient"]
 
 logger = logging.getLogger(__name__)
 
-CALM = 0.002  # seconds between frames beyond which they need not be handled together
+CALM = 0.002  # Seconds. If frames are further apart, they need not be handled together.
 
 Place = Callable[[GenerateRequest], Awaitable[Placement | None]]
 CountShards = Callable[[str], Awaitable[int]]
@@ -79,8 +79,8 @@ class GenerationClient:
         self._peer_streams = PeerStreams(queue, self._dispatch, self._on_task_done)
         self._outgoing: asyncio.Queue[tuple[str, str, Control]] = asyncio.Queue()
         self._unnotified: list[Generation] = []
-        self._dispatched = -math.inf  # when the last frame had been handled
-        self._calm = False  # whether no frame came shortly before the current one
+        self._dispatched = -math.inf  # the time when the last frame had been handled
+        self._calm = False  # whether a frame came shortly before the current one
         self._callbacks = GenerationCallbacks(
             self._send,
             self._announce,
@@ -150,7 +150,7 @@ class GenerationClient:
             generation.timeline = self._history.begin(request, generation.arbiter)
         self._late.begun(request.request_id)
         self._active[request.request_id] = (
-            generation  # before the call: frames may come before its reply
+            generation  # before the call, since frames may arrive before its reply
         )
         try:
             admission = await self.queue.admit(
@@ -220,8 +220,8 @@ class GenerationClient:
     async def _abandon(self, generation: Generation) -> None:
         """Takes a request out of the queue.
 
-        If Redis is away its engine learns it later: every frame of an unknown request is answered
-        with Disown.
+        If Redis is unreachable its engine learns it later: every frame of an unknown request is
+        answered with Disown.
         """
         try:
             await self.queue.cancel(generation.request_id, generation.request.model)
@@ -285,10 +285,8 @@ class GenerationClient:
             await self._admitted(generation, admission)
 
     async def _catch_up(self, generation: Generation) -> None:
-        """Reads from the journal what the client has, for the next engine that asks here.
-
-        Not needed while the request's engine lives: that engine says it itself.
-        """
+        """Reads from the journal which tokens the client has, for the next engine that asks this
+        gateway. Not needed while the request's engine lives, which reports them itself."""
         owner = generation.arbiter.owner
         if owner is not None and self._watchdog.hears(owner[0], generation.request.model):
             return
@@ -374,7 +372,8 @@ class GenerationClient:
             try:
                 await self.queue.send(engine_id, model, control)
             except BackendUnavailable as error:
-                # Nothing is lost: the engine asks again, a gap is seen again, BEAT tells.
+                # Nothing is lost: the engine asks again, a gap is detected again, and BEAT reports
+                # the same.
                 logger.warning("control message not written", extra={"error": str(error)})
 
     async def _beat(self) -> None:
@@ -388,7 +387,7 @@ class GenerationClient:
                 logger.warning("redis unavailable, heartbeat missed", extra={"error": str(error)})
 
     async def _listen(self) -> None:
-        """Updates the clock that stops while the event loop does not run."""
+        """Advances the clock that stops while the event loop does not run."""
         while True:
             await asyncio.sleep(self._now.interval)
             late = self._now.tick()

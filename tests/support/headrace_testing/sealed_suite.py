@@ -35,7 +35,7 @@ def keys_of_the_suite() -> Keyring | None:
 
 
 def suite(request: pytest.FixtureRequest, folder: Path) -> Iterator[None]:
-    """The body of a session's fixture: seals the queue of the tests if this run asks for it."""
+    """The body of a session-scoped fixture, which seals the queue of all tests if asked to."""
     if not wanted() or keys_of_the_suite() is not None:  # one suite seals for all in a session
         yield
         return

@@ -27,7 +27,7 @@ INTRODUCTION = """\
 
 Each process reads its settings once, from flags and from the environment; flags win. The gateway's
 `max_connections` is `--max-connections` or `HEADRACE_GATEWAY_MAX_CONNECTIONS`. A process with an
-invalid value does not start, and names it. It logs variables with its prefix that are no settings.
+invalid value does not start, and names it. It logs variables with its prefix that are not settings.
 Lists and objects are JSON.
 
 `make settings-page` writes this page from the settings' classes.

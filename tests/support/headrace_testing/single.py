@@ -13,7 +13,7 @@ from .stack import MODEL, Stack
 from .telemetry import Collector
 
 CONTEXT = 16_384
-# A request that would take many seconds, so that an early end is no coincidence.
+# A request that would take many seconds, so that an early end is not a coincidence.
 LONG = 12_000
 MAX_CONNECTIONS = 1200
 FILES = 8192

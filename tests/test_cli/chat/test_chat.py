@@ -129,7 +129,7 @@ def test_a_url_without_its_last_part_is_reported() -> None:
             command(url, "--once", "Hi"), capture_output=True, text=True, timeout=60
         )
 
-    assert done.stderr == f"error: {url} is no OpenAI API: the URL ends with /v1\n"
+    assert done.stderr == f"error: {url} is not an OpenAI API: the URL ends with /v1\n"
 
 
 def test_an_unreachable_server_is_reported() -> None:

@@ -106,7 +106,7 @@ def test_a_file_of_keys_means_that_requests_need_one(tmp_path: Path) -> None:
         ("--max-num-seqs 0 --block-size x", "--block-size x: .*; --max-num-seqs 0: "),
         ("--max-model-len 0", r"^--max-model-len 0: [^;]*$"),
         ("--tool-call-parser hermse", "--tool-call-parser hermse: .*'hermes'"),
-        ("--chat-template absent.jinja", "--chat-template: absent.jinja is no file here: "),
+        ("--chat-template absent.jinja", "--chat-template: absent.jinja is not a file here: "),
         ("--chat-template {{x}}", "write the template into a file"),
         ("--api-keys-file absent", "`headrace keys create NAME --file absent` makes it"),
         ("--policy-options x", "--policy-options x: is not valid: give JSON"),

@@ -49,7 +49,7 @@ def checked(*args: str, **env: str) -> tuple[int, dict[str, tuple[str, str]]]:
 
 
 def found_of(printed: str, code: int) -> dict[str, tuple[str, str]]:
-    """What each check found with its level, as the command printed it before it ended so."""
+    """What each check found, and its level, from the output of a command with this exit code."""
     found = json.loads(printed)
     assert found["servable"] is (code == 0)
     return {each["check"]: (each["level"], each["found"]) for each in found["findings"]}
@@ -160,7 +160,7 @@ def test_a_pull_fetches_what_engines_read_and_no_code(tmp_path: Path) -> None:
     assert code == 0 and "native" in found["engine"][1]
 
 
-def test_a_pull_goes_on_where_it_stopped(tmp_path: Path) -> None:
+def test_a_pull_continues_where_it_stopped(tmp_path: Path) -> None:
     weights = bytes(range(256)) * 100_000  # the client writes pieces of 10 MB
     files = {"config.json": b"{}", "model.safetensors": weights}
     with FakeHub(REPOSITORY, files, cut_once="model.safetensors") as hub:
@@ -188,7 +188,7 @@ def test_a_check_of_the_hub_fetches_no_weights(tmp_path: Path) -> None:
     ("model", "code", "message"),
     [
         ("team/tiny", 1, "team/tiny: the hub cannot be reached (ConnectionRefusedError)"),
-        ("a/b/c", 2, "'a/b/c' is no hub id"),
+        ("a/b/c", 2, "'a/b/c' is not a hub id"),
         (".", 2, ". is a folder on this machine"),
     ],
 )

@@ -205,7 +205,7 @@ def test_a_wrong_flag_is_named_and_nothing_is_started(tmp_path: Path, port: int)
     process = UpProcess(tmp_path, port, "--chat-template", "absent.jinja")
 
     assert process.wait() == 2
-    assert "--chat-template: absent.jinja is no file here" in process.printed
+    assert "--chat-template: absent.jinja is not a file here" in process.printed
     assert not process.data.exists()
 
 

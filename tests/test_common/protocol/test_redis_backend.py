@@ -326,7 +326,7 @@ async def test_a_server_that_evicts_is_refused(over_redis: OverRedis) -> None:
     await check_backend(over_redis.connection)
 
 
-async def test_a_server_without_persistence_is_warned_of(
+async def test_a_server_without_persistence_causes_a_warning(
     over_redis: OverRedis, caplog: pytest.LogCaptureFixture
 ) -> None:
     with caplog.at_level(logging.WARNING):

@@ -278,7 +278,7 @@ async def taken(engine: EngineQueue) -> list[int]:
 
 
 async def done(action: Callable[[], Awaitable[object]]) -> None:
-    """Repeats an action while Redis is away, as gateways and engines do."""
+    """Repeats an action while Redis is unreachable, as gateways and engines do."""
 
     async def once() -> bool:
         try:

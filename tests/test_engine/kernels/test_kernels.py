@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from headrace_engine.kernels.cpu import build, library
-from headrace_engine.kernels.cpu.self_check import multiplies_rightly
+from headrace_engine.kernels.cpu.self_check import multiplies_correctly
 from headrace_engine.operators.base import HeadShape, QKNorm, TorchOps
 from headrace_engine.operators.cpu import NativeOps, make_ops
 from headrace_testing.cpu_levels import chosen_sets
@@ -123,7 +123,7 @@ def test_strided_rows_of_argmax(ops: NativeOps, dtype: torch.dtype) -> None:
     assert torch.equal(ops.argmax(x[::2, :50])[0], x[::2, :50].float().argmax(-1))
 
 
-def test_other_dtypes_and_layouts_take_torch(ops: NativeOps) -> None:
+def test_other_dtypes_and_layouts_are_computed_by_torch(ops: NativeOps) -> None:
     half, plain = random(3, 64, dtype=torch.float16), TorchOps()
     weight = random(64, dtype=torch.float16, seed=1)
     assert torch.equal(ops.rms_norm(half, weight, 1e-6), plain.rms_norm(half, weight, 1e-6))
@@ -156,7 +156,7 @@ class Miscalculating(library.Kernels):
 
 
 def test_every_library_multiplies_correctly(ops: NativeOps) -> None:
-    assert multiplies_rightly(ops._kernels)
+    assert multiplies_correctly(ops._kernels)
 
 
 def test_amx_that_gives_wrong_products_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -186,7 +186,7 @@ def test_the_environment_forces_an_instruction_set(monkeypatch: pytest.MonkeyPat
 
 
 def test_an_unknown_instruction_set_is_refused_with_the_known_ones() -> None:
-    with pytest.raises(library.KernelsUnavailable, match="'mmx' is none of .*baseline"):
+    with pytest.raises(library.KernelsUnavailable, match="'mmx' is not one of .*baseline"):
         library.load("mmx")
 
 

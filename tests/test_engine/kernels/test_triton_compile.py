@@ -20,12 +20,13 @@ PRODUCTS = {
     *("decode_kernel", "prefill_kernel", "linear_kernel", "lora_shrink_kernel"),
     *("small_batch_kernel", "small_batch_silu_kernel"),
 }
-# Kernels that may be launched early, by an option of the compiler; nearly all.
+# An option with which kernels are compiled for programmatic dependent launch, except
+# NOT_OVERLAPPING.
 OVERLAPPING = "--dependent"
-TAKING_TURNS = {
+NOT_OVERLAPPING = {
     *("stage_kernel", "sample_kernel", "store_kernel", "prefill_kernel", "linear_kernel"),
 }
-# It multiplies once: nothing more could be on its way.
+# They multiply one tile only, so there is no next tile to load meanwhile.
 SINGLE = {"lora_expand_kernel", "expert_expand_kernel"}
 KERNELS = PRODUCTS | {
     "store_kernel", "rotate_kernel", "merge_kernel", "rms_norm_kernel", "silu_mul_kernel",
@@ -99,7 +100,7 @@ def test_tensor_cores_multiply_while_the_next_keys_are_loaded(
 
 
 def test_loops_leave_multiprocessors_time_to_wait_for_memory(compiled: Compiled) -> None:
-    """Counted, for the bandwidth of an H200; beyond half of it something would be waited for."""
+    """A loop's instructions, counted, take about half of the time of its loads on an H200."""
     from compiled.loops import Loop
 
     found = {
@@ -128,12 +129,12 @@ def test_kernels_without_dependent_launch_do_not_wait(name: str, compiled: Compi
 
 
 def test_before_they_wait_kernels_only_prefetch_weights(compiled: Compiled) -> None:
-    """Else they would read what is not written yet, or write what is still read."""
+    """Otherwise they would read what is not written yet, or overwrite what is still read."""
     found = compiled[OVERLAPPING]
     assert all(one["dependent"] for one in found)
     assert not any(one["hazards"] or one["spilled"] for one in found), "wait in time"
-    assert TAKING_TURNS.isdisjoint(one["kernel"] for one in found)
-    assert {one["kernel"] for one in found} >= KERNELS - TAKING_TURNS
+    assert NOT_OVERLAPPING.isdisjoint(one["kernel"] for one in found)
+    assert {one["kernel"] for one in found} >= KERNELS - NOT_OVERLAPPING
     products = [one["variant"] for one in found if one["kernel"].startswith("small_batch_")]
     for norm, kernels in (("add True", 1), ("parts 128", 2)):
         assert sum(norm in one for one in products) == kernels, "norms within products, too"

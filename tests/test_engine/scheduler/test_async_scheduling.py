@@ -208,7 +208,7 @@ def test_unset_async_scheduling_depends_on_the_device() -> None:
 
 
 def test_speculation_runs_synchronous_steps(requests: list[EngineRequest]) -> None:
-    """Drafts need the tokens before them. Both settings together are no error, but steps are
+    """Drafts need the tokens before them. Both settings together are allowed, but steps are
     synchronous."""
     speculation = SpeculativeConfig(method="ngram", prompt_lookup_min=1, adaptive=False)
     config = EngineConfig(**OPTIONS, async_scheduling=True, speculative_config=speculation)

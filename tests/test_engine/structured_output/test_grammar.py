@@ -72,7 +72,7 @@ def compiler() -> GrammarCompiler:
 
 
 def test_markers_that_are_single_tokens_match_these_tokens() -> None:
-    """For example Qwen's `<tool_call>`: it is no special token, and plain text never contains
+    """For example Qwen's `<tool_call>`: it is not a special token, and plain text never contains
     it."""
     backend = byte_level_tokenizer()
     backend.add_tokens([AddedToken("<f>", special=False, normalized=False)])

@@ -31,7 +31,7 @@ from headrace_testing.gateway import serve
 from headrace_testing.waiting import eventually
 
 # Short JSON is looked at too.
-SMALL = replace(Budget(), values=8, strings=8, containers=4, members=4, members_of_one=3)
+SMALL = replace(Budget(), values=8, strings=8, containers=4, members=4, members_per_object=3)
 LARGE = INLINE_SIZE + 1
 CODE = "request_too_complex"
 

@@ -428,9 +428,9 @@ def properties(**fields: Any) -> dict[str, Any]:
 
 
 REFUSED: list[tuple[str, str, dict[str, Any], str]] = [
-    ("pythonic", "f", properties(**{"a-b": {}}), "'a-b' of f is no Python identifier"),
-    ("pythonic", "f", properties(**{"class": {}}), "'class' of f is no Python identifier"),
-    ("pythonic", "f-g", properties(), "'f-g' is no Python identifier"),
+    ("pythonic", "f", properties(**{"a-b": {}}), "'a-b' of f is not a Python identifier"),
+    ("pythonic", "f", properties(**{"class": {}}), "'class' of f is not a Python identifier"),
+    ("pythonic", "f-g", properties(), "'f-g' is not a Python identifier"),
     ("pythonic", "f", {"anyOf": [{}]}, "'anyOf' beside"),
     ("gemma4", "f", properties(**{"a:b": {}}), "'a:b' of f cannot be held"),
     ("gemma4", "f", properties(a={"allOf": [{}]}), "'allOf' is in its schema"),

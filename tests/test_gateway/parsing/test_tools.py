@@ -443,7 +443,7 @@ async def test_the_settings_name_parsers(tmp_path: Path) -> None:
 
     error = refused.json()["error"]
     assert (error["code"], error["param"]) == ("invalid_structured_output", "tools")
-    assert "'a-b' of weather is no Python identifier" in error["message"]
+    assert "'a-b' of weather is not a Python identifier" in error["message"]
     # In JSON, where the model's own form cannot say it.
     assert forced["tool_calls"][0]["function"]["arguments"] == '{"a-b": 1}'
     assert answer["reasoning_content"] == "so"

@@ -178,7 +178,7 @@ async def test_answers_that_are_not_http_are_not_shown() -> None:
     async with listener, fetch.session() as session:
         with pytest.raises(SignalsUnavailable) as refusal:
             await fetch.body(session.get(f"http://127.0.0.1:{port}/"), 1_000)
-    assert str(refusal.value) == "the answer is no HTTP, or broke off"
+    assert str(refusal.value) == "the answer is not HTTP, or broke off"
 
 
 async def test_a_name_that_leads_to_the_node_is_not_connected_to() -> None:

@@ -25,7 +25,7 @@ from .processors import Span
 Choice = dict[str, Any]
 
 REQUEST_TIMEOUT_S = 240.0
-# Shorter times between two tokens are no pauses.
+# Shorter times between two tokens are not pauses.
 PAUSE_S = 0.5
 # Attempts of one request if its connection breaks or it gets no answer.
 ATTEMPTS = 30

@@ -1,7 +1,7 @@
-"""Parameters one by one, for the forms that write each of them separately.
+"""Single parameters, for formats that write each of them separately.
 
-Such a form cannot express what an object's schema says beyond its properties: that is refused by
-name.
+Such a format cannot express keywords of an object's schema other than its properties; these are
+refused by name.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -24,7 +24,8 @@ _STRINGS, _NULL = {"string"}, {"null"}
 
 
 class ValueKind(StrEnum):
-    """How a value is written in forms that write texts unquoted: as text, null or text, or JSON."""
+    """How a value is written in formats that write texts unquoted: as text, as null or text, or as
+    JSON."""
 
     TEXT = "text"
     NULLABLE_TEXT = "nullable"

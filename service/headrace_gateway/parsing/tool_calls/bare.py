@@ -1,4 +1,4 @@
-"""Removes from schemas what is only for readers: models read that in their prompts."""
+"""Removes the parts of schemas that are only for readers: models see these in their prompts."""
 
 from collections.abc import Mapping
 from typing import Any

@@ -10,7 +10,7 @@ from headrace_common.structured.structural_format import (
     Const,
     Format,
     Json,
-    Listed,
+    OrderedList,
     Pattern,
     Repeat,
     Rule,
@@ -84,7 +84,7 @@ def _pairs(values: Mapping[str, Format], required: Iterable[str]) -> Format:
         return Const("}")
     needed = tuple(number for number, name in enumerate(values) if name in required)
     pairs = tuple(Tag(f"{name}:", value) for name, value in values.items())
-    return sequence(Listed(pairs, needed, ","), Const("}"))
+    return sequence(OrderedList(pairs, needed, ","), Const("}"))
 
 
 def _value(schema: Any, whole: Mapping[str, Any], depth: int = 0) -> Format:
@@ -116,7 +116,7 @@ def _typed(kind: str, schema: Mapping[str, Any], whole: Mapping[str, Any], depth
             return _array(schema, whole, depth)
         case "object":
             return _object(schema, whole, depth)
-    raise ValueError(f"{kind!r:.80} is no type")
+    raise ValueError(f"{kind!r:.80} is not a type")
 
 
 def _object(schema: Mapping[str, Any], whole: Mapping[str, Any], depth: int) -> Format:
@@ -139,7 +139,7 @@ def _array(schema: Mapping[str, Any], whole: Mapping[str, Any], depth: int) -> F
         rest = Repeat(item, Const(","), optional=not least)
         items: Format = sequence(*first[: 2 * (least - 1)] if least else (), rest)
     else:
-        items = Listed((item,) * most, tuple(range(least)), ",") if most else sequence()
+        items = OrderedList((item,) * most, tuple(range(least)), ",") if most else sequence()
     return sequence(Const("["), items, Const("]"))
 
 

@@ -52,7 +52,7 @@ async def fill(scene: Scene) -> None:
     await scene.moment(latest=0.4)
     port = scene.world.valkey.port
     await scene.aside(lambda: ask(port, "CONFIG", "SET", "maxmemory", 1))
-    late = [scene.client(client.case, client.manner) for client in scene.clients[:4]]
+    late = [scene.client(client.case, client.kind) for client in scene.clients[:4]]
     answers = [asyncio.ensure_future(client.run()) for client in late]
     refused = partial(until, lambda: all(c.answer.refused for c in late), "clients to be refused")
     await scene.aside(refused)

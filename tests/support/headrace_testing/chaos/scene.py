@@ -9,7 +9,7 @@ from typing import TypeVar
 import httpx
 
 from .cases import Case, Workload
-from .clients import Client, Manner, problem
+from .clients import Client, ClientKind, problem
 from .world import World
 
 T = TypeVar("T")
@@ -56,8 +56,8 @@ class Scene:
         limits = httpx.Limits(max_connections=None)
         async with httpx.AsyncClient(timeout=60, limits=limits) as self.http:
             cases = self.workload.cases * fault.crowd
-            manners = self._manners(fault.survives, len(cases))
-            self.clients = [self.client(*each) for each in zip(cases, manners, strict=True)]
+            kinds = self._client_kinds(fault.survives, len(cases))
+            self.clients = [self.client(*each) for each in zip(cases, kinds, strict=True)]
             act = asyncio.ensure_future(fault.act(self))
             over = act.done if fault.lasting else lambda: True
             await asyncio.gather(*(self._visit(client, over) for client in list(self.clients)))
@@ -70,7 +70,7 @@ class Scene:
         """Runs a client, and others like it until it is over."""
         await client.run()
         while not over():
-            again = self.client(client.case, client.manner)
+            again = self.client(client.case, client.kind)
             self.clients.append(again)
             await again.run()
 
@@ -80,15 +80,15 @@ class Scene:
             if wrong := problem(client.case, client.answer):
                 self.mistakes.append(f"{client.case.name} at {client.case.prompt[:3]}...: {wrong}")
 
-    def client(self, case: Case, manner: Manner) -> Client:
+    def client(self, case: Case, kind: ClientKind) -> Client:
         urls = list(self.world.urls)
         self.random.shuffle(urls)
-        return Client(self.http, urls, case, manner, self._seen)
+        return Client(self.http, urls, case, kind, self._seen)
 
-    def _manners(self, survives: bool, count: int) -> list[Manner]:
+    def _client_kinds(self, survives: bool, count: int) -> list[ClientKind]:
         """Chooses so that three successive seeds try each case in all three ways."""
-        manners = list(Manner) if survives else [Manner.RESUMABLE, Manner.WHOLE]
-        return [manners[(n + self.seed) % len(manners)] for n in range(count)]
+        kinds = list(ClientKind) if survives else [ClientKind.RESUMABLE, ClientKind.WHOLE]
+        return [kinds[(n + self.seed) % len(kinds)] for n in range(count)]
 
     def _seen(self, tokens: int) -> None:
         self._tokens += tokens
@@ -101,7 +101,7 @@ class Scene:
 
     async def visit_again(self) -> None:
         """Runs every case once more, and notes wrong answers."""
-        more = [self.client(client.case, client.manner) for client in self.clients]
+        more = [self.client(client.case, client.kind) for client in self.clients]
         await asyncio.gather(*(client.run() for client in more))
         self.check(more)
 

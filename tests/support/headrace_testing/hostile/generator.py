@@ -50,7 +50,7 @@ class Generator:
         return http_attacks.draw(dice, self._document.reads)
 
     def _lines(self, dice: Dice) -> Attack:
-        """Uploads a batch file whose lines are no requests."""
+        """Uploads a batch file whose lines are not requests."""
         description, value = draw_value(dice, "x")
         line = b'{"custom_id":"a","method":"POST","url":"%b","body":%b}\n' % (CHAT.encode(), value)
         lines = {"a line": value, "a body": line, "lines": (value[:500] + b"\n") * 20_000}

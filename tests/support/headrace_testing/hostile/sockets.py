@@ -1,4 +1,5 @@
-"""Attacks that are no single exchange: crowds of connections, clients that dawdle or never read."""
+"""Attacks that are not a single exchange: crowds of connections, clients that dawdle or never
+read."""
 
 import asyncio
 import socket
