@@ -26,7 +26,7 @@ def measure_deterministic(task: Task, report: Report) -> None:
     together = in_order(bench.serve(jobs)[1])
     alone = [in_order(bench.serve([job])[1])[0] for job in jobs[:4]]
     equal = sum(one == other for one, other in zip(alone, together, strict=False))
-    report("deterministic, equal alone and in a crowd", value=equal, unit=f"of {len(alone)}")
+    report("deterministic, equal alone and among others", value=equal, unit=f"of {len(alone)}")
     for batch, context, _ in task.sizes.decodes[:2]:
         bench.decoding(batch, context, task.sizes.steps + 8)
         bench.step_seconds(4)
@@ -116,7 +116,7 @@ def measure_profile(task: Task, report: Report) -> None:
 
 
 def measure_tests(task: Task, report: Report) -> None:
-    from . import tests  # needs pytest, and all else does not
+    from . import tests  # needs pytest, which the other checks do not
 
     tests.run_tests("tests", tests.marked(), task.work, report)
 

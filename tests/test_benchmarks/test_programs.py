@@ -29,7 +29,7 @@ Run = Callable[..., str]
 
 @pytest.fixture(autouse=True)
 def process_as_it_was() -> Iterator[None]:
-    """Programs change the process that they run in, which here is also that of other tests."""
+    """Restores the state of the process: programs change it, and other tests run in it too."""
     environment, threads = dict(os.environ), torch.get_num_threads()
     gradients = torch.is_grad_enabled()
     yield
@@ -144,7 +144,7 @@ def test_absent_peers(run: Run, tmp_path: Path) -> None:
 def test_peers_that_are_interrupted_leave_no_engine(
     workload: str, number: signal.Signals, tmp_path: Path
 ) -> None:
-    """The engine is loading its model, which never ends: its configuration file is a pipe."""
+    """The engine is loading its model, and never finishes: its configuration file is a pipe."""
     model = tmp_path / "models" / "small"
     model.mkdir(parents=True)
     os.mkfifo(model / "config.json")

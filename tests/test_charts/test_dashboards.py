@@ -1,4 +1,5 @@
-"""The dashboards' files match their code, and show every metric and none that does not exist."""
+"""The dashboards' files match their code, show every metric, and show no metric that does not
+exist."""
 
 import json
 import re

@@ -1,6 +1,6 @@
 """The engine's CUDA side on a device that computes nothing (`tests/support/null_cuda`): recordings,
-streams, events, pinned copies, memory, and Triton's kernels compiled and launched. Left out: what
-is computed, and how long it takes.
+streams, events, pinned copies, memory, and Triton's kernels compiled and launched. Not tested: the
+results, and how long they take.
 """
 
 import json

@@ -17,16 +17,16 @@ from .report import Measured
 from .workload import Job, Words
 
 UNFINISHED = "unfinished"
-# Extensions that only other servers than OpenAI's have, best first: exact lengths, and token ids to
-# count.
+# Extensions that other servers than OpenAI's may have, best first: exact lengths, and token ids for
+# counting.
 FEATURE_SETS: tuple[Mapping[str, object], ...] = (
     {"ignore_eos": True, "return_token_ids": True},
     {"ignore_eos": True},
     {},
 )
 _PROBE_TOKENS = 2
-# The lengths, in words, of two chats that show how a server counts tokens; short contexts hold the
-# second pair.
+# The lengths, in words, of two chats from which the tokens of a word follow. The second pair is for
+# models with short contexts.
 _CHATS = ((64, 512), (8, 32))
 
 
@@ -102,7 +102,7 @@ async def find_target(client: Client, model: str, job: Job, load: Load) -> Targe
 
 
 async def measure_words(client: Client, model: str) -> Words:
-    """Makes words with the number of tokens that this server counts for them.
+    """Finds how many tokens this server counts for a word.
 
     If the server does not report counts, one token per word is assumed.
     """

@@ -41,7 +41,7 @@ def pull(
 ) -> None:
     """Fetch a model from the hub into its cache, before a server needs it; prints the folder.
 
-    A pull that was interrupted goes on where it stopped.
+    An interrupted pull continues where it stopped.
     """
     need("gateway", "huggingface_hub")
     from ..models.pull import run_pull

@@ -1,8 +1,8 @@
 """Trace context across the queue, and the names and attributes of the spans of GenAI requests.
 
 The context travels as W3C Trace Context in a message's `trace`. Spans never hold what users wrote
-or models answered, unless the caller opts in by adding it. Nothing here touches OpenTelemetry's
-globals but its context variable.
+or models answered, unless the caller opts in by adding it. Of OpenTelemetry's global state, only
+the context variable is used.
 """
 
 from collections.abc import Mapping, Sequence

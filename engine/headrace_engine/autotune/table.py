@@ -48,7 +48,9 @@ class ChoiceTable:
         if found.get("versions") == self._versions:
             return dict(found["kernels"])
         extra = {"file": str(self.file), "found": found.get("versions"), "wanted": self._versions}
-        logger.info("kernels are measured again: the table is of other versions", extra=extra)
+        logger.info(
+            "kernels are measured again: the table was made with other versions", extra=extra
+        )
         return {}
 
     def _parsed(self) -> dict[str, Any]:

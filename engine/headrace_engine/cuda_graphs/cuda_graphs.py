@@ -117,10 +117,10 @@ class GraphedModel:
 
     def _step(self, size: int, context: int, adapted: bool) -> Run:
         view = self._batch.view(size, context, adapted)
-        how = self._dependent_launches.chosen(size)
+        launches = self._dependent_launches.chosen(size)
 
         def run() -> torch.Tensor:
-            with self._dependent_launches.during(how):
+            with self._dependent_launches.during(launches):
                 return self._keep(self._model.forward(view, self._caches))
 
         return run

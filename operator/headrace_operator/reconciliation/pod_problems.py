@@ -115,7 +115,8 @@ def _end(container: Manifest, ended: Manifest, text: str) -> str:
 def _last_word(message: str) -> tuple[str, str]:
     """The code of a Headrace error, or "", and the last line for people.
 
-    Headrace's processes leave `code: problem`; others, and older ones, the end of their log.
+    Headrace's processes leave `code: problem`. Other processes, and those of older releases, leave
+    the end of their log.
     """
     lines = [line for line in message.splitlines() if line.strip()]
     if not lines:

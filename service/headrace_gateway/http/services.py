@@ -89,7 +89,7 @@ class Services:
         self, request: Request, kind: type[BodyType], refused: Refused = UNSUPPORTED
     ) -> BodyType:
         """Reads and checks the request's body. Raises ApiError."""
-        # so that the stream keeps no copy
+        # joined in one expression, so that the stream keeps no copy
         raw = b"".join([chunk async for chunk in request.stream()])
         request.scope["state"][BODY_SIZE] = len(raw)
         read = partial(parse, kind, raw, refused, lenient=self.lenient)

@@ -70,7 +70,7 @@ def without_thinking(
 ) -> Mapping[str, Any] | None:
     """Returns the variables for this sampling: a constrained output has no room to reason.
 
-    What the request says itself stays.
+    Variables that the request sets are kept.
     """
     constraint = sampling.structured_outputs
     if constraint is None or may_reason(constraint):

@@ -1,8 +1,8 @@
 """The gateway's way to the engines: requests go into the queue, generations come out.
 
-One task reads this gateway's frames and hands each reply to its generation. A request of which
-nothing is heard is admitted again (which changes nothing if all is well) and taken from an engine
-that is silent. Knows nothing of HTTP or text.
+One task reads this gateway's frames and hands each reply to its generation. A request without news
+is admitted again (which changes nothing if all is well), and taken from its engine if that is
+silent. Knows nothing of HTTP or text.
 """
 
 import asyncio
@@ -244,7 +244,8 @@ class GenerationClient:
             await self._dispute(generation, admission.attempt)
 
     async def _dispute(self, generation: Generation, attempt: int) -> None:
-        """Has a request continue after what its client has, if the outcome is of another history.
+        """Makes a request continue after the tokens that its client has, if the outcome has other
+        tokens.
 
         Fails the request if other clients were given that outcome.
         """
@@ -339,7 +340,7 @@ class GenerationClient:
         self._calm, self._dispatched = False, self._now()
 
     def _announce(self, generation: Generation) -> None:
-        """Has its listener called when all frames that have come are read.
+        """Schedules the call of the generation's listener for when all arrived frames are read.
 
         If few frames come it is called at once, so that the first of many streams does not wait for
         the last.

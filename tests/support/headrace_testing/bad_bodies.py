@@ -40,7 +40,7 @@ class BadBody:
 
 
 def bad_bodies() -> list[BadBody]:
-    """Bodies, prompts and counts, sampling numbers, token lists, grammars, chats, paths."""
+    """Bad bodies: prompts and counts, sampling numbers, token lists, grammars, chats, paths."""
     return [
         *_malformed(),
         *_prompts(),

@@ -10,7 +10,7 @@ import sys
 
 
 def main(arguments: list[str]) -> int:
-    """Options as valkey-cli has them, then the command."""
+    """Parses valkey-cli's options and the command, and runs it."""
     options = {"-h": "127.0.0.1", "-p": "6379", "--user": "default"}
     while arguments and arguments[0] in options:
         options[arguments[0]] = arguments[1]
@@ -28,7 +28,7 @@ def main(arguments: list[str]) -> int:
 
 
 class _Connection:
-    """One connection, which ends with the program."""
+    """A connection, which is closed when the program ends."""
 
     def __init__(self) -> None:
         self._socket = _socket.socket(_socket.AF_INET, _socket.SOCK_STREAM)

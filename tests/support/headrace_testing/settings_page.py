@@ -73,7 +73,7 @@ def _default(field: FieldInfo) -> str:
 
 
 def _choices(annotation: Any) -> str:
-    """The values of a setting whose type is a Literal."""
+    """The values of a setting of type Literal."""
     if get_origin(annotation) is not Literal:
         return ""
     return f" ({', '.join(f'`{value}`' for value in get_args(annotation))})"

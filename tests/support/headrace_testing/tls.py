@@ -40,7 +40,7 @@ class Authority:
         return self._own.certificate
 
     def issue(self, name: str, hosts: str) -> KeyPair:
-        """A key and its certificate for `hosts`, as in a subjectAltName."""
+        """Issues a key and its certificate for `hosts`, as in a subjectAltName."""
         signer: list[str | Path] = ["-CA", self._own.certificate, "-CAkey", self._own.key]
         return self._pair(name, name, (f"subjectAltName={hosts}", *_LEAF), *signer)
 

@@ -192,7 +192,7 @@ def test_several_lines_are_one_message(tmp_path: Path) -> None:
 def test_the_arrow_keys_bring_back_what_was_typed_in_an_earlier_chat(tmp_path: Path) -> None:
     history = tmp_path / "headrace" / "chat_history"
     with OpenAIServer(HELLO, HELLO) as server:
-        for keys in ("Hello there\n", "\x1b[A\x1b[A\n"):  # in between is /exit
+        for keys in ("Hello there\n", "\x1b[A\x1b[A\n"):  # /exit was sent in between
             with on_a_terminal(server, tmp_path) as terminal:
                 terminal.until("> ")
                 terminal.enter(keys)

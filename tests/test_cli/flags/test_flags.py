@@ -1,4 +1,5 @@
-"""Flags of `headrace up`: read, given to the processes that have them, checked before a start."""
+"""Flags of `headrace up`: they are parsed, passed to the processes that have them, and checked
+before a start."""
 
 from pathlib import Path
 
@@ -17,7 +18,7 @@ KNOWN = {"eager": Arity.SWITCH, "dtype": Arity.ONE, "names": Arity.MANY}
 
 
 def arguments(*words: str) -> ProcessArguments:
-    """What `headrace up` gives to its processes."""
+    """The arguments that `headrace up` passes to its processes."""
     flags = read_words(words, known_flags()).flags
     return assigned(flags, UpConfig().flags)
 

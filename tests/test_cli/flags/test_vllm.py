@@ -1,4 +1,4 @@
-"""vLLM's flags are translated, said to be needless, or refused with what to use instead."""
+"""vLLM's flags are translated, reported as unnecessary, or refused with the flag to use instead."""
 
 import json
 from pathlib import Path

@@ -1,7 +1,7 @@
 """`headrace models` as a process: on folders, and against a small hub.
 
-Findings that only depend on the folder come from the same code in this process, which has imported
-torch; `ask_here` replaces the two child processes.
+Findings that only depend on the folder are computed by the same code in this process, which has
+already imported torch; `ask_here` replaces the two child processes.
 """
 
 import io
@@ -42,7 +42,7 @@ def on_hub(hub: FakeHub | str, cache: Path) -> dict[str, str]:
 
 
 def checked(*args: str, **env: str) -> tuple[int, dict[str, tuple[str, str]]]:
-    """The exit code, and what each check found with its level."""
+    """The exit code, and the level and text of each check's finding."""
     done = models("check", *args, "--json", **env)
     assert done.stderr == ""
     return done.returncode, found_of(done.stdout, done.returncode)
@@ -57,7 +57,7 @@ def found_of(printed: str, code: int) -> dict[str, tuple[str, str]]:
 
 @pytest.fixture
 def ask_here(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The programs that describe a checkpoint run in this process."""
+    """Runs the programs that describe a checkpoint in this process."""
 
     def ask(module: str, folder: Path) -> dict[str, Any]:
         with redirect_stdout(io.StringIO()) as printed:
@@ -69,13 +69,13 @@ def ask_here(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def checked_here(folder: Path) -> tuple[int, dict[str, tuple[str, str]]]:
-    """As `checked`, without a process for the command."""
+    """Like `checked`, without a process for the command."""
     done = CliRunner().invoke(app, ["models", "check", str(folder), "--json"])
     return done.exit_code, found_of(done.stdout, done.exit_code)
 
 
 def changed(folder: Path, **fields: Any) -> Path:
-    """The checkpoint with other fields of config.json."""
+    """A copy of the checkpoint with changed fields in config.json."""
     path = folder / "config.json"
     path.write_text(json.dumps({**json.loads(path.read_text()), **fields}))
     return folder

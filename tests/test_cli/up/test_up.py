@@ -1,4 +1,4 @@
-"""`headrace up` as a process of its own, with real Valkey and stand-ins for engine and gateway."""
+"""`headrace up` as a separate process, with a real Valkey and stand-ins for engine and gateway."""
 
 import os
 import re
@@ -76,7 +76,7 @@ class UpProcess:
         return [pid for pid in found if alive(pid)]
 
     def asked(self) -> int:
-        """The pid of the gateway that answers."""
+        """The pid of the gateway that answers a request."""
         with urllib.request.urlopen(f"http://127.0.0.1:{self.port}/health/ready") as answer:
             return int(answer.read())
 

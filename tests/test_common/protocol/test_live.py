@@ -1,4 +1,4 @@
-"""The data of consoles in Redis: complete, bounded, and checked before use."""
+"""The consoles' data in Redis: complete, bounded, and checked before use."""
 
 from collections.abc import AsyncIterator, Callable
 from dataclasses import replace

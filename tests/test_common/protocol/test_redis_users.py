@@ -1,4 +1,4 @@
-"""The chart's Redis users may do what their roles need, and no more.
+"""The chart's Redis users may do what their roles need, and nothing else.
 
 The contract tests run with these users, too.
 """

@@ -141,7 +141,7 @@ def test_no_rows_are_no_error(ops: NativeOps, dtype: torch.dtype) -> None:
 
 
 class Miscalculating(library.Kernels):
-    """The kernels of this CPU under AMX's name, with one wrong result in each product."""
+    """The kernels of this CPU under AMX's name, which make one mistake in each product."""
 
     def __init__(self) -> None:
         right = library.load()
@@ -218,7 +218,7 @@ def test_without_a_compiler_the_error_names_what_to_install(
 
 
 def compiler(path: Path, refused: str) -> str:
-    """A program that writes its last argument, but fails on command lines with `refused`."""
+    """A program that writes its last argument, but fails if the command line contains `refused`."""
     path.write_text(
         f'#!/bin/sh\ncase "$*" in *{refused}*) echo no >&2; exit 1;; esac\n'
         'for last; do :; done\necho "$*" >> "$0.log"\n: > "$last"\n'
@@ -263,7 +263,7 @@ def test_libraries_that_are_up_to_date_are_kept(tmp_path: Path) -> None:
     log.unlink()
     assert build.build(tmp_path, cxx=command) == first
     assert not log.exists()
-    # Other processes, in which sets have another order, keep them too.
+    # Other processes, in which sets have another order, must keep them too.
     script = (
         "from pathlib import Path; from headrace_engine.kernels.cpu.build import build; "
         f"build(Path({str(tmp_path)!r}), {command!r})"
@@ -284,7 +284,8 @@ def test_libraries_are_compiled_for_no_particular_machine() -> None:
 
 
 def test_products_on_amx_tiles_by_emulation(tmp_path: Path) -> None:
-    """Few machines have AMX: its instructions are emulated, and the code that uses them is real."""
+    """Few machines have AMX: its instructions are emulated, but the code that uses them is the real
+    one."""
     try:
         compiler = build._find_compiler(None)
     except build.BuildError as error:

@@ -1,6 +1,6 @@
-"""Every Triton kernel compiles for the GPUs it is meant for, spills no registers and fits their
-shared memory. It loads its next keys while it multiplies on tensor cores, and is launched without a
-number that only the device knows.
+"""Every Triton kernel compiles for its GPUs, spills no registers and fits their shared memory. It
+loads the next keys while it multiplies on tensor cores, and its launch needs no number that only
+the device knows.
 """
 
 import json
@@ -14,7 +14,7 @@ import pytest
 
 pytestmark = pytest.mark.timeout(900)  # the first test waits for all kernels to compile
 BENCHMARKS = Path(__file__).parents[3] / "benchmarks"
-# 89 has the least shared memory of a program: 99 KiB.
+# 89 has the least shared memory for a program: 99 KiB.
 RUNS = {"Hopper": (90, "mixtral"), "Ada, fp8": (89, "gemma2-fp8")}
 PRODUCTS = {
     *("decode_kernel", "prefill_kernel", "linear_kernel", "lora_shrink_kernel"),
@@ -26,13 +26,13 @@ OVERLAPPING = "--dependent"
 NOT_OVERLAPPING = {
     *("stage_kernel", "sample_kernel", "store_kernel", "prefill_kernel", "linear_kernel"),
 }
-# They multiply one tile only, so there is no next tile to load meanwhile.
+# They only multiply one tile, so there is no next tile to load meanwhile.
 SINGLE = {"lora_expand_kernel", "expert_expand_kernel"}
 KERNELS = PRODUCTS | {
     "store_kernel", "rotate_kernel", "merge_kernel", "rms_norm_kernel", "silu_mul_kernel",
     "stage_kernel", "sample_kernel", "lora_expand_kernel",
 }  # fmt: skip
-# Kernels of a run: products, and others besides KERNELS.
+# The kernels of a run: products, and others besides KERNELS.
 MORE = {
     "Hopper": (
         {"grouped_kernel", "expert_shrink_kernel", "packed_linear_kernel", "grouped_packed_kernel"},
@@ -95,12 +95,12 @@ def test_tensor_cores_multiply_while_the_next_keys_are_loaded(
     assert set(using) == PRODUCTS | MORE[name][0]
     assert all(one["in_flight"] > 0 for one in using.values())
     assert ("wgmma" in using["prefill_kernel"]["products"]) == name.startswith("Hopper")
-    # A thread's copies of keys; those of 4 bytes are the block table's.
+    # A thread's copies of keys; copies of 4 bytes are those of the block table.
     assert set(using["prefill_kernel"]["copy_sizes"]) <= {"4", "8", "16"}
 
 
 def test_loops_leave_multiprocessors_time_to_wait_for_memory(compiled: Compiled) -> None:
-    """A loop's instructions, counted, take about half of the time of its loads on an H200."""
+    """The counted instructions of a loop take about half as long as its loads on an H200."""
     from compiled.loops import Loop
 
     found = {
@@ -129,7 +129,8 @@ def test_kernels_without_dependent_launch_do_not_wait(name: str, compiled: Compi
 
 
 def test_before_they_wait_kernels_only_prefetch_weights(compiled: Compiled) -> None:
-    """Otherwise they would read what is not written yet, or overwrite what is still read."""
+    """Otherwise they would read data before it is written, or overwrite data that is still being
+    read."""
     found = compiled[OVERLAPPING]
     assert all(one["dependent"] for one in found)
     assert not any(one["hazards"] or one["spilled"] for one in found), "wait in time"

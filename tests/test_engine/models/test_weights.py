@@ -243,7 +243,7 @@ def test_a_missing_config_is_named(folder: Path) -> None:
 
 
 @pytest.mark.parametrize("model", ["./nowhere", "/no/such/folder", "~/nowhere", "a/b/c"])
-def test_a_path_that_is_no_folder_is_not_asked_of_the_hub(model: str) -> None:
+def test_a_path_that_is_not_a_folder_is_not_asked_of_the_hub(model: str) -> None:
     with pytest.raises(CheckpointError, match="is not a folder"):
         load_checkpoint(model)
 

@@ -1,8 +1,8 @@
 """Products with packed int4 or int8 weights as on CUDA devices, through Triton's interpreter.
 
-They are compared with the dequantised weights, over groups, zero points, sizes and parts. Also the
-assembly that converts the weights, and whole models: of quantised checkpoints, and of checkpoints
-rounded to 8 bits.
+They are compared with the dequantised weights, over groups, zero points, sizes and parts. Also
+tests the assembly that converts the weights, and whole models: of quantised checkpoints, and of
+checkpoints that are rounded to 8 bits.
 """
 
 from collections.abc import Callable

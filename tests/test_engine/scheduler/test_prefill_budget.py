@@ -1,4 +1,4 @@
-"""While sequences decode, a step takes only as much of prompts as its target of seconds allows."""
+"""While sequences decode, a step takes only as many prompt tokens as its target time allows."""
 
 from dataclasses import replace
 from math import inf

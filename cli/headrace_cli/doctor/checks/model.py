@@ -21,7 +21,7 @@ _HEADER_BYTES = 100_000_000
 _METADATA = "__metadata__"
 _NO_GGUF = "engines do not read GGUF: use the checkpoint with *.safetensors that it was made from"
 _TO_SAFETENSORS = "convert them to *.safetensors, or take another revision of the model"
-# Text with such a beginning can only be a folder.
+# A model that begins like this can only be a folder.
 _PATHS = (".", "~", "/")
 
 
@@ -87,7 +87,7 @@ def _check_folder(folder: Path) -> Iterator[Finding]:
         return
     lacking = _lacking(folder) or _cut_short(folder)
     if lacking:
-        yield fail("model", f"{folder} has {lacking}", "download the checkpoint again, whole")
+        yield fail("model", f"{folder} has {lacking}", "download the whole checkpoint again")
         return
     architecture = ", ".join(config.get("architectures") or ["unknown architecture"])
     size = (weight_bytes(str(folder)) or 0) / 2**20

@@ -236,9 +236,7 @@ _RESUME = (
         "Whether the request outlives its connection: true or false.",
         {"type": "string", "pattern": "^([Tt][Rr][Uu][Ee]|[Ff][Aa][Ll][Ss][Ee])$"},
     ),
-    _header(
-        "Last-Event-ID", "The last event that was received; the stream goes on after it.", _STRING
-    ),
+    _header("Last-Event-ID", "The last received event; the stream continues after it.", _STRING),
 )
 _QUEUED = frozenset(
     {*_GENERATING, "/v1/embeddings", "/v1/score", "/score", "/v1/rerank", "/v2/rerank", "/rerank"}

@@ -18,7 +18,7 @@ from headrace_common.structured.structural_format import (
     Tag,
 )
 
-from .arguments import cannot_hold, parameters, target_of
+from .arguments import cannot_enforce, parameters, target_of
 from .constrained_text import text_up_to
 from .constraint import CallConstraint, Function, sequence
 from .gemma4 import CLOSE, OPEN, QUOTE
@@ -29,7 +29,7 @@ _KEY = re.compile(r"[\w.$-]{1,128}", re.ASCII)
 _PLACES = frozenset({"$defs", "definitions"})
 _TEXT_KEYS = frozenset({"pattern", "minLength", "maxLength", "format"})
 _OTHER_KEYS = frozenset({"items", "minItems", "maxItems", "properties", "required"})
-_HELD = _PLACES | _TEXT_KEYS | _OTHER_KEYS | {"type", "additionalProperties"}
+_ENFORCED = _PLACES | _TEXT_KEYS | _OTHER_KEYS | {"type", "additionalProperties"}
 _SCALARS = ("integer", "number", "boolean", "null")
 # The depth of objects and arrays in a value without a schema.
 _ANYTHING = 3
@@ -73,9 +73,9 @@ def _arguments(function: Function) -> Format:
         try:
             values[each.name] = _value(each.schema, each.schema)
         except ValueError as error:
-            raise cannot_hold(function.name, each.name, str(error)) from error
+            raise cannot_enforce(function.name, each.name, str(error)) from error
         if _KEY.fullmatch(each.name) is None:
-            raise cannot_hold(function.name, each.name, "its name cannot be written")
+            raise cannot_enforce(function.name, each.name, "its name cannot be written")
     return _pairs(values, [each.name for each in found if each.required])
 
 
@@ -107,7 +107,7 @@ def _value(schema: Any, whole: Mapping[str, Any], depth: int = 0) -> Format:
 def _typed(kind: str, schema: Mapping[str, Any], whole: Mapping[str, Any], depth: int) -> Format:
     if kind in _SCALARS:
         return Json({name: each for name, each in schema.items() if name not in _PLACES})
-    if unknown := schema.keys() - _HELD:
+    if unknown := schema.keys() - _ENFORCED:
         raise ValueError(f"{sorted(unknown)[0]!r:.80} is in its schema")
     match kind:
         case "string":

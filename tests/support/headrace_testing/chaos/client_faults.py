@@ -40,7 +40,10 @@ async def poison(scene: Scene, *flags: str) -> None:
 
 
 async def poison_in_a_crowd(scene: Scene) -> None:
-    """A poisonous request among many others, so that heartbeats are late: leases must last."""
+    """A poisonous request among many others, so that heartbeats are late.
+
+    Leases must not expire.
+    """
     await poison(scene, *_LONG_LEASE)
 
 
@@ -75,7 +78,7 @@ async def cancel(scene: Scene) -> None:
 
 
 async def _begin(scene: Scene) -> str:
-    """The URL of a new background request."""
+    """Starts a background request and returns its URL."""
     url = scene.random.choice(scene.world.urls)
     body = {**scene.random.choice(scene.workload.cases).body, "background": True}
     answer = await scene.http.post(f"{url}/v1/completions", json=body)

@@ -1,4 +1,4 @@
-"""The faults that are installed in processes before they start."""
+"""Faults that are installed in processes before they start."""
 
 import os
 

@@ -29,7 +29,10 @@ class FaultyForwardError(RuntimeError):
 
 
 class FaultyRunner(ModelRunner):
-    """A runner with faults. It is made in the main thread: only that may set signal handlers."""
+    """A runner with faults.
+
+    Must be made in the main thread, which alone may set signal handlers.
+    """
 
     def __init__(self, fate: Fate, config: EngineConfig) -> None:
         super().__init__(config)

@@ -15,16 +15,17 @@ from .world import World
 T = TypeVar("T")
 Act = Callable[["Scene"], Awaitable[None]]
 
-# The latest share of tokens for a fault; later, the streams may end before it acts.
+# The largest share of tokens after which a fault may begin; later, the streams might end before it
+# acts.
 _LATEST = 0.8
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Fault:
-    """A fault. `servers`: the kind of Redis. `survives`: whether clients that cannot come back
-    are part of the crowd. `slow`: it takes too long for every run of the tests. `ready` runs before
-    the clients come. `crowd`: how many clients there are of each case. `lasting`: a client that has
-    its answer asks again until the fault is over. `spoils`: its world is not used again."""
+    """A fault. `servers` is the kind of Redis. With `survives` the crowd includes clients that
+    cannot reconnect. `slow` faults take too long for every run of the tests. `ready` runs before
+    the clients arrive. `crowd` is the number of clients for each case. With `lasting` a client that
+    has its answer asks again until the fault is over. With `spoils` the world is not used again."""
 
     name: str
     title: str
@@ -52,7 +53,7 @@ class Scene:
         self._ended = False
 
     async def play(self, fault: Fault) -> None:
-        """Runs the crowd while the fault acts; `mistakes` holds what is wrong afterwards."""
+        """Runs the crowd while the fault acts; afterwards `mistakes` lists what went wrong."""
         limits = httpx.Limits(max_connections=None)
         async with httpx.AsyncClient(timeout=60, limits=limits) as self.http:
             cases = self.workload.cases * fault.crowd
@@ -67,7 +68,7 @@ class Scene:
         self.check(self.clients)
 
     async def _visit(self, client: Client, over: Callable[[], bool]) -> None:
-        """Runs a client, and others like it until it is over."""
+        """Runs a client, and more like it until the fault is over."""
         await client.run()
         while not over():
             again = self.client(client.case, client.kind)
@@ -75,7 +76,7 @@ class Scene:
             await again.run()
 
     def check(self, clients: Sequence[Client]) -> None:
-        """Notes every answer that is not exactly what it must be."""
+        """Notes every answer that differs from the expected one."""
         for client in clients:
             if wrong := problem(client.case, client.answer):
                 self.mistakes.append(f"{client.case.name} at {client.case.prompt[:3]}...: {wrong}")
@@ -96,7 +97,7 @@ class Scene:
 
     @property
     def ended(self) -> bool:
-        """Whether the crowd has its answers."""
+        """Whether all of the crowd have their answers."""
         return self._ended
 
     async def visit_again(self) -> None:
@@ -123,7 +124,7 @@ class Scene:
         await asyncio.sleep(seconds)
 
     async def aside(self, function: Callable[[], T]) -> T:
-        """Runs a blocking function in a thread, while the clients continue."""
+        """Runs a blocking function in a thread while the clients continue."""
         return await asyncio.to_thread(function)
 
     def expect(self, truth: bool, otherwise: str) -> None:
@@ -132,7 +133,7 @@ class Scene:
 
 
 def run(fault: Fault, world: World, workload: Workload, seed: int) -> list[str]:
-    """One line for each thing that went wrong."""
+    """Runs a fault; returns a line for each thing that went wrong."""
     world.restore()
     if fault.ready is not None:
         fault.ready(world)
