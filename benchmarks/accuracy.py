@@ -8,7 +8,7 @@ unrounded activations, fp8 with rounded activations (from Ada on). The KV cache 
 with and without fp8 weights.
 
 Logit error is relative to the logits' spread, over every position of a random prompt. For the
-bundled model there is also the perplexity of right replies to prompts that it was not trained on.
+bundled model, the perplexity of correct replies to held-out prompts is measured too.
 """
 
 import argparse
@@ -41,7 +41,7 @@ from headrace_engine.models.linear.linear_maker import QuantizedLinear
 from headrace_engine.operators.base import TorchOps
 
 DEMO = "headrace-demo"
-# With this backend linear layers are computed as on GPUs; other backends pack weights.
+# With this backend linear layers are computed as on GPUs; the other backends pack weights.
 ROUNDED = "reference"
 BLOCK_SIZE, BLOCKS = 16, 64
 PER_KIND, SEED = 20, 0
@@ -64,7 +64,7 @@ PRECISIONS: tuple[dict[str, Any], ...] = (
 
 
 class GpuOps(TorchOps):
-    """Operators with packed int8 layers that multiply the same numbers as GPUs do."""
+    """Operators with packed int8 layers that multiply the same values as on GPUs."""
 
     def quantized_linear(
         self, weight: QuantizedWeight, bias: torch.Tensor | None, device: torch.device
@@ -73,7 +73,7 @@ class GpuOps(TorchOps):
 
 
 class Prober:
-    """Logits of every position of a text, by a real runner."""
+    """Computes the logits of every position of a text with a real runner."""
 
     def __init__(self, model: str, precision: dict[str, Any]) -> None:
         config = EngineConfig(
@@ -101,7 +101,8 @@ class Prober:
 
 
 def replies(folder: str) -> list[tuple[list[int], int]]:
-    """Held-out prompts with a right reply each as token ids, and where the replies begin."""
+    """Held-out prompts, each with a correct reply, as token ids, and the index where each reply
+    begins."""
     sys.path.insert(0, str(Path(__file__).parents[1] / "demo"))
     from dialogues import probes
 

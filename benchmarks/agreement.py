@@ -1,4 +1,4 @@
-"""Whether `headrace bench` measures what GuideLLM measures: the same server, load and time.
+"""Compares `headrace bench` with GuideLLM: the same server, the same load, at the same time.
 
     python benchmarks/agreement.py --url http://127.0.0.1:8000 --guidellm VENV/bin/guidellm
 
@@ -29,7 +29,7 @@ _ENDLESS = "3600"
 
 @dataclass(frozen=True, slots=True)
 class Sent:
-    """A request that completed: when it was sent, in seconds since 1970, and its latencies."""
+    """A completed request: when it was sent, in Unix seconds, and its latencies."""
 
     at: float
     output_tokens: int
@@ -67,7 +67,8 @@ def guidellm_command(options: argparse.Namespace, dataset: Path, report: Path) -
 
 
 def run_both(options: argparse.Namespace, folder: Path, seed: int) -> tuple[list[Sent], list[Sent]]:
-    """The requests of both clients; ours runs from before GuideLLM's start to after its end."""
+    """Runs both clients and returns their requests; ours runs from before GuideLLM's start to after
+    its end."""
     names = ("headrace", "guidellm")
     datasets = [folder / f"{name}.jsonl" for name in names]
     reports = [folder / f"{name}.json" for name in names]
@@ -103,7 +104,8 @@ def read_headrace(path: Path) -> list[Sent]:
 
 
 def read_guidellm(path: Path) -> list[Sent]:
-    """Its `inter_token_latency` is the mean time per token after the first one."""
+    """Reads GuideLLM's report; its `inter_token_latency` is the mean time per token after the first
+    one."""
     (run,) = json.loads(path.read_text())["benchmarks"]
     return [
         Sent(
@@ -118,7 +120,8 @@ def read_guidellm(path: Path) -> list[Sent]:
 
 
 def common(ours: list[Sent], theirs: list[Sent]) -> tuple[list[Sent], list[Sent], float]:
-    """The requests that were sent while both ran, and the seconds of that time."""
+    """The requests that were sent while both clients ran, and the length of that time in
+    seconds."""
     begin = max(min(each.at for each in sent) for sent in (ours, theirs))
     end = min(max(each.at for each in sent) for sent in (ours, theirs))
     chosen = [[each for each in sent if begin <= each.at < end] for sent in (ours, theirs)]
@@ -139,7 +142,7 @@ def figures(sent: list[Sent], seconds: float) -> dict[str, float]:
 
 
 def show(rounds: Sequence[tuple[dict[str, float], dict[str, float]]]) -> None:
-    """Means of the rounds, and the lowest and highest difference of a round."""
+    """Prints means over the rounds, and the lowest and highest difference of a round."""
     table = Table("", "headrace bench", "GuideLLM", "difference", "of the rounds")
     for name in rounds[0][0]:
         ours, theirs = (fmean(each[client][name] for each in rounds) for client in (0, 1))

@@ -39,7 +39,7 @@ def arguments() -> argparse.Namespace:
 
 
 class Calibration:
-    """A real engine whose steps are timed. Prompts are random, so that no prefix is found again."""
+    """A real engine whose steps are timed. Prompts are random, so none is in the prefix cache."""
 
     def __init__(self, options: argparse.Namespace) -> None:
         from headrace_engine.core.config import EngineConfig
@@ -66,7 +66,7 @@ class Calibration:
         self.decode_seconds: dict[int, list[float]] = defaultdict(list)
 
     def run(self, batch: int, prompt_tokens: int) -> None:
-        """Runs `batch` requests to their end and keeps the times of the steps of one kind."""
+        """Runs `batch` requests to their end and records the times of the steps of one kind."""
         for _ in range(batch):
             self._add(prompt_tokens)
         while self._engine.has_work:

@@ -1,10 +1,10 @@
-"""Are the tokens right? Greedy output in float32 beside transformers', for a whole workload.
+"""Compares greedy output in float32 with that of transformers, for a whole workload.
 
     python benchmarks/equality.py [--model DIR] [--requests 64]
 
-All requests run in one batch, with chunked prefill and preemption as they come; transformers takes
-them one by one. A difference where the two best logits of float32 are nearer to each other than its
-rounding is counted apart. Exit status 1 where any other differs.
+All requests run in one batch, with chunked prefill and preemption; transformers runs them one by
+one. A difference is counted separately if the two best logits are closer than float32 rounding. Any
+other difference gives exit status 1.
 """
 
 import argparse

@@ -1,4 +1,4 @@
-"""Headrace on one GPU, each figure beside the roof of the device: one command, under ten minutes.
+"""Measures Headrace on one GPU and compares it with the device's rooflines, in under ten minutes.
 
     PYTHONPATH=engine:common python benchmarks/gpu.py [--out DIR] [--budget 560]
     python benchmarks/gpu.py --check                profiles, and the tests that need a GPU
@@ -46,7 +46,7 @@ SUPPORT = ROOT / "tests" / "support"
 
 @dataclass(frozen=True)
 class Plan:
-    """A part, its model, the seconds that it may take at most, and those between two results."""
+    """A part and its model, with its time limit and the limit between two results, in seconds."""
 
     part: str
     model: str
@@ -58,7 +58,8 @@ class Plan:
         return f"{self.part}:{self.model}"
 
 
-# The most important part comes first: a late part is cut short and reports its results so far.
+# The most important part comes first: a part that exceeds the time is cut short and reports what it
+# has.
 PLANS = (
     Plan("roofs", "8b", 45),
     Plan("steps", "8b", 160, 100),
@@ -80,8 +81,8 @@ CHECKS = (
     Plan("compiled", "8b", 240, 75),
     Plan("profile", "1b", 60, 50),
 )
-# Tries of a part, one after the other where it fails or falls silent: each does without more of
-# what may be at fault. Tests continue after the one that ended their process.
+# The tries of a part. If one fails or hangs, the next one does without features that may be the
+# cause. The tests instead continue after the one that ended their process.
 TRIES = ("whole", "untuned", "safe")
 ONCE = ("roofs", "peers", "kernels")
 UNTUNED_ANYWAY = ("deterministic", "equality")
@@ -93,16 +94,16 @@ TINY_LIMIT = 120.0
 # Files of an earlier run, in `work`.
 OLD = (ROOFS, "*.log", "trace-*", "profile-*", "begun-*")
 PACKED, REPORT = "work.tar.gz", "report.md"
-# The limit of the packed file, and the least factor by which traces shrink.
+# The size limit of the packed file, and the least factor by which traces shrink.
 PACKED_BYTES, COMPRESSED = 14 << 20, 8
-# With fewer seconds left a part is not begun.
+# A part does not start if fewer seconds are left.
 LEAST = 5.0
 
 
 @dataclass(frozen=True)
 class Place:
-    """`out` is for results, which come back from where the device is; `work` for all else, which
-    may be kept from run to run."""
+    """`out` is for results, which are copied back from the device's machine; `work` is for all
+    other files, which may be kept from run to run."""
 
     out: Path
     work: Path
@@ -132,7 +133,8 @@ def environment() -> dict[str, str]:
         "PYTHONPATH": os.pathsep.join(folders),
         "PYTHONUNBUFFERED": "1",
         "TOKENIZERS_PARALLELISM": "false",
-        # The tests need none, and some are for other packages than those that are there.
+        # Tests do not need them, and some tests are for other versions of packages than are
+        # installed.
         "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1",
     }
 
@@ -162,7 +164,7 @@ def run_tries(plan: Plan, place: Place, deadline: float) -> str | None:
 def measure(
     place: Place, budget: float, plans: Sequence[Plan], baseline: Mapping[Key, Result]
 ) -> int:
-    """Runs all parts; how many did not come to their end."""
+    """Runs all parts; returns how many did not complete."""
     deadline = time.monotonic() + budget
     begin(place)
     problems: dict[str, str] = {}
@@ -183,7 +185,7 @@ def measure(
 
 
 def summary(found: Sequence[Result], baseline: Mapping[Key, Result]) -> list[str]:
-    """Returns lines with the figures that have a goal, for the end of the log."""
+    """Returns lines with the figures that have a goal; they end the log."""
     goals = [row(one, baseline) for one in found if one.get("goal") and "value" in one]
     return [*goals, *ratios(found)]
 
@@ -217,8 +219,10 @@ def begin(place: Place) -> None:
 
 
 def chosen(plans: Sequence[Plan], only: str, sizes: str = "full") -> list[Plan]:
-    """The plans that `only` names, as part or part:model, and the roofs, which all others need.
-    Raises SystemExit for an unknown name."""
+    """The plans that `only` names, as part or part:model, and the rooflines, which all parts need.
+
+    Raises SystemExit for an unknown name.
+    """
     wanted = [name for name in only.split(",") if name]
     known = {name for plan in plans for name in (plan.part, plan.name)}
     if unknown := set(wanted) - known:

@@ -1,5 +1,5 @@
 """Computes the time that gpu.py's goals leave for work other than reading weights, for devices that
-are not there: no figure here is measured but the devices' copy bandwidth and product rate.
+are not at hand. Only the devices' copy bandwidth and product rate were measured.
 
     PYTHONPATH=engine:common python benchmarks/gpu_predicted.py [--launch-us 1 2] [--most]
 
@@ -28,11 +28,11 @@ from gpu_benchmark.sizes import FULL
 from headrace_engine.kernels.triton.launch import ROW_BOUNDS
 from step_launches import decode_step
 
-# Bytes a second that a copy moves, and bfloat16 operations a second of a large square product, as
-# they were measured once on a device of each kind.
+# Bytes per second of a copy, and bfloat16 operations per second of a large square product, measured
+# once on each kind of device.
 DEVICES = {"H100": Roofs(3.0e12, 798e12), "H200": Roofs(4.3e12, 788e12)}
-# Tokens of a step, as gpu.py has them; launches between two forward passes; prefill's goal and that
-# of conversations.
+# Tokens of a step as in gpu.py; launches between two forward passes; the goals of prefill and of
+# conversations.
 BUDGET, SAMPLING, PREFILL_GOAL, SERVING_GOAL = 8192, 4, 0.6, 0.8
 # Rows of a step whose activations stay in the L2 cache.
 CACHED_ROWS = 512
@@ -40,7 +40,7 @@ CACHED_ROWS = 512
 
 @dataclass(frozen=True)
 class Estimate(Roofs):
-    """Seconds of steps whose kernels reach these shares of the roofs."""
+    """Predicts the seconds of steps whose kernels reach these shares of the rooflines."""
 
     launch: float = 2e-6
     reading: float = 0.93
@@ -63,7 +63,7 @@ class Estimate(Roofs):
         return seconds + self.launching(shape, runs)
 
     def launching(self, shape: Shape, runs: list[tuple[int, int]]) -> float:
-        """Seconds of a step's launches, without their work."""
+        """Seconds that the launches of a step take, without their work."""
         few = len(runs) <= ROW_BOUNDS[-1] and all(new == 1 for new, _ in runs)
         return self.launch * launches(shape, self.fewest and few)
 

@@ -26,7 +26,10 @@ ENDLESS = 8000
 
 
 def bench(folder: Path, recorded: bool) -> Bench:
-    """An engine with DECODES sequences that decode. Without `recorded` only decodes have graphs."""
+    """An engine with DECODES decoding sequences.
+
+    If `recorded` is False, only decode steps have graphs.
+    """
     without = patch.object(DecodeRecorder, "mixed_batch", lambda _: None)
     with nullcontext() if recorded else without:
         made = Bench(
@@ -38,7 +41,7 @@ def bench(folder: Path, recorded: bool) -> Bench:
 
 
 def milliseconds(made: Bench, prompt: int) -> float:
-    """The median CPU time of a step, with a new prompt of `prompt` tokens, if any."""
+    """The median CPU time of a step that includes a new prompt of `prompt` tokens (0: none)."""
     found = []
     for _ in range(STEPS):
         if prompt:

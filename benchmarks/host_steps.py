@@ -4,8 +4,7 @@ microseconds of its CPU time. The model is a recording whose replay costs nothin
     PYTHONPATH=engine:common:tests/support python benchmarks/host_steps.py [--batch 1 64 256]
         [--steps 200] [--profile]
 
-On a GPU these microseconds pass while the device computes the step before; a step that takes less
-leaves the device waiting.
+On a GPU this work overlaps with the previous step; if that step is shorter, the device waits.
 """
 
 import argparse
@@ -31,7 +30,7 @@ CONTEXT = 64
 
 
 class HostBench(Bench):
-    """Steps one ahead of each other, over a model that computes nothing once it is made."""
+    """Runs steps with asynchronous scheduling, over a model whose replay computes nothing."""
 
     def __init__(self, folder: Path, batch: int, steps: int) -> None:
         shape = SHAPES["tiny"]
@@ -57,7 +56,7 @@ class HostBench(Bench):
 
 
 def measure(batch: int, steps: int) -> float:
-    """CPU microseconds of a step."""
+    """CPU microseconds per step."""
     with tempfile.TemporaryDirectory() as folder:
         bench = HostBench(Path(folder), batch, steps + 8)
         for _ in range(4):

@@ -1,5 +1,5 @@
-"""Each native CPU kernel beside the torch operations that it replaces, interleaved, and the share
-of this machine's measured roof that it reaches.
+"""Compares each native CPU kernel with the torch operations that it replaces, in turns, and with
+this machine's measured rooflines.
 
     python benchmarks/kernels.py [--threads N] [--rounds 9] [--dtype bfloat16] [--isa NAME]
         [--kv-cache-dtype fp8] [--only TEXT] [--json FILE]
@@ -40,8 +40,11 @@ Call = Callable[[], object]
 
 @dataclass(frozen=True)
 class Kernel:
-    """`native` and `torch` do the same `calls` times. `amount` is the work of one: bytes for the
-    roof `bandwidth`, floating-point operations for `products`."""
+    """A kernel.
+
+    `native` and `torch` do the same work `calls` times. `amount` is the work of one call: bytes for
+    the roof `bandwidth`, floating-point operations for `products`.
+    """
 
     name: str
     native: Call
@@ -53,7 +56,8 @@ class Kernel:
 
 @dataclass(frozen=True)
 class Roofs:
-    """GB/s that all threads read; GFLOP/s of a large product, and what computed it."""
+    """The machine's rooflines: GB/s that all threads read together; GFLOP/s of a large product, and
+    which library computed it."""
 
     bandwidth: float
     products: float
@@ -76,7 +80,7 @@ class Result:
 
 @dataclass(frozen=True)
 class Shape:
-    """Attention of one layer: sequences of (new tokens, keys with them)."""
+    """The shape of one layer's attention: sequences of (new tokens, total keys)."""
 
     name: str
     runs: tuple[tuple[int, int], ...]
@@ -98,7 +102,7 @@ SHAPES = (
 def attention(
     shape: Shape, dtype: torch.dtype, backend: CpuBackend, stored: torch.dtype | None = None
 ) -> Kernel:
-    """`stored` is what the cache holds; None: `dtype`."""
+    """Compares attention. `stored` is the cache's dtype; None: `dtype`."""
     generator = torch.Generator().manual_seed(0)
     counts = [-(-length // BLOCK_SIZE) for _, length in shape.runs]
     ids = torch.randperm(sum(counts), generator=generator).int()
@@ -149,7 +153,7 @@ def attention(
 
 
 def _sdpa(shape: Shape, dtype: torch.dtype) -> Call:
-    """torch's own attention over keys and values that already lie side by side, not in blocks."""
+    """torch's attention over contiguous keys and values, without blocks."""
     groups = Counter(shape.runs)
     made = []
     for (new, length), count in groups.items():
@@ -176,7 +180,8 @@ def _sdpa(shape: Shape, dtype: torch.dtype) -> Call:
 
 
 def elementwise(rows: int, dtype: torch.dtype, native: NativeOps) -> Iterator[Kernel]:
-    """The operators of a decoder of hidden size 512, and argmax over a vocabulary of 32,000."""
+    """Compares the operators of a decoder of hidden size 512, and argmax over a vocabulary of
+    32,000."""
     plain, hidden, inner, size = TorchOps(), 512, 1536, dtype.itemsize
     shape = HeadShape(8, 4, 64)
     count = min(1000, max(COPIES, 2**25 // (rows * 2 * inner * size)))
@@ -226,7 +231,7 @@ def elementwise(rows: int, dtype: torch.dtype, native: NativeOps) -> Iterator[Ke
 
 
 def linear(rows: int, dtype: torch.dtype, executor: Executor, quantize: bool) -> Kernel:
-    """Layers of 896 x 4864, more than a cache holds, beside torch's fastest product."""
+    """Compares layers of 896 x 4864, more than a cache holds, with torch's fastest product."""
     inputs, outputs, count = 896, 4864, 12
     weights = [torch.randn(outputs, inputs).to(dtype) for _ in range(count)]
     products = [product(weight, 256) for weight in weights]
@@ -254,7 +259,8 @@ def linear(rows: int, dtype: torch.dtype, executor: Executor, quantize: bool) ->
 
 
 def product(weight: torch.Tensor, rows: int) -> Callable[[torch.Tensor], torch.Tensor]:
-    """torch's fastest with a weight [out, in]: oneDNN's, packed for `rows`, where it can be."""
+    """torch's fastest product with a weight [out, in]: oneDNN's, packed for `rows`, if
+    supported."""
     if not packs(weight.dtype):
         return lambda x: F.linear(x, weight)
     packed = torch.ops.mkldnn._reorder_linear_weight(weight, rows)
@@ -289,7 +295,7 @@ def measure(kernel: Kernel, rounds: int, roofs: Roofs) -> Result:
 
 
 def interleaved(calls: tuple[Call, ...], rounds: int) -> list[float]:
-    """Median seconds of each call; they take turns, so that what disturbs one disturbs all."""
+    """Median seconds of each call; the calls take turns, so that disturbances affect all."""
     times: list[list[float]] = [[] for _ in calls]
     for call in calls:
         call()

@@ -22,7 +22,7 @@ from headrace_engine.scheduler.scheduler import Scheduler
 
 Lengths = tuple[int, int]
 
-# Of prompts and of outputs.
+# The ranges of prompt and of output lengths.
 WORKLOADS: tuple[tuple[Lengths, Lengths], ...] = (
     ((16, 120), (16, 120)),
     ((16, 120), (50, 400)),

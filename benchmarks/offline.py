@@ -1,4 +1,4 @@
-"""Offline throughput: Headrace's LLM beside what transformers offers, interleaved in one run.
+"""Offline throughput: compares Headrace's LLM with transformers in one run, in turns.
 
     python benchmarks/offline.py [--model DIR] [--requests 64] [--rounds 3]
         [--peers transformers-static,transformers-continuous]
@@ -61,7 +61,7 @@ Run = Callable[[Sequence[Work]], list[list[int]]]
 
 
 def _make_tokenizer() -> Any:
-    """One word a token: enough to turn any output into text."""
+    """A tokenizer with one word per token, which suffices to turn any output into text."""
     from tokenizers import Tokenizer, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
@@ -190,11 +190,12 @@ RUNNERS: dict[str, Callable[[str, str, int], Run]] = {
 
 
 def child(options: argparse.Namespace) -> None:
-    """One engine's process: loads, warms up, then runs the workload once a line on stdin."""
+    """The process of one engine: loads, warms up, then runs the workload once for each line on
+    stdin."""
     engine, model = options.child, options.model
     make_work = WORKLOADS[options.work]
     answers = os.fdopen(os.dup(1), "w", buffering=1)
-    os.dup2(2, 1)  # whatever libraries print must not mix with the answers
+    os.dup2(2, 1)  # output of libraries must not mix with the answers
     vocab_size = int(json.loads((Path(model) / "config.json").read_text())["vocab_size"])
     started = time.perf_counter()
     run = RUNNERS[engine](model, options.dtype, options.threads)
@@ -209,7 +210,7 @@ def child(options: argparse.Namespace) -> None:
         if [len(output) for output in outputs] != wanted:
             raise RuntimeError(f"{engine} did not generate what was asked for")
         answers.write(json.dumps({"seconds": seconds, "rss_mb": _rss_mb()}) + "\n")
-    os._exit(0)  # transformers' manager has a thread that would keep the process
+    os._exit(0)  # a thread of transformers' manager would keep the process alive
 
 
 def _rss_mb() -> int:
@@ -219,7 +220,7 @@ def _rss_mb() -> int:
 
 
 class Contestant:
-    """An engine's process as the parent sees it; frozen while it is not its turn."""
+    """The parent's side of an engine's process, which is stopped while others have their turn."""
 
     def __init__(self, engine: str, options: argparse.Namespace, model: str, work: str) -> None:
         self.engine = engine
@@ -273,7 +274,8 @@ class Result:
 
 
 def compare(options: argparse.Namespace, model: str) -> dict[str, Any]:
-    """The report; with features one pair of engines for each, else Headrace and its peers."""
+    """Returns the report: with features, one pair of engines for each; otherwise Headrace and its
+    peers."""
     races = [(FEATURES[name].work, [f"{name}-on", f"{name}-off"]) for name in options.features]
     if not options.features:
         races = [("mixed", [HEADRACE, *options.peers])]
@@ -300,7 +302,7 @@ def compare(options: argparse.Namespace, model: str) -> dict[str, Any]:
 def race(
     options: argparse.Namespace, model: str, work: str, engines: Sequence[str]
 ) -> list["Result"]:
-    """All rounds of engines that take turns on one kind of work."""
+    """Runs all rounds of engines that take turns on one kind of work."""
     vocab_size = int(json.loads((Path(model) / "config.json").read_text())["vocab_size"])
     jobs = WORKLOADS[work](options.requests, vocab_size, 0)
     tokens = sum(item.output_tokens for item in jobs)

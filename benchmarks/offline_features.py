@@ -1,7 +1,7 @@
 """Measures the gain of one feature: the same engine with it and without it, for offline.py.
 
-Each pair gets the work that the feature is made for. `everything` is the other way round: what all
-that users switch on costs on the plain workload.
+Each pair gets the workload that the feature is made for. The exception is `everything`: the cost of
+all optional features on the plain workload.
 """
 
 import random
@@ -25,10 +25,9 @@ class Work:
 
 @dataclass(frozen=True)
 class Feature:
-    """`off` and `on` are options of the engine; `sampling` those of the requests with it on.
-
-    `work` names one of WORKLOADS. `tokenizer` loads the model's and makes text of the output.
-    """
+    """`off` and `on` are options of the engine; `sampling` are those of requests with the feature
+    on. `work` names one of WORKLOADS. With `tokenizer`, the model's tokenizer is loaded and decodes
+    the output."""
 
     work: str
     on: Options
@@ -57,8 +56,10 @@ FEATURES: Mapping[str, Feature] = {
 
 
 def mixed(requests: int, vocab_size: int, number: int) -> list[Work]:
-    """Prompts of 16-512 and outputs of 16-128 tokens: the same lengths, but other tokens in every
-    round, so that nothing that an engine keeps of an earlier one can be used again."""
+    """Prompts of 16-512 and outputs of 16-128 tokens.
+
+    Each round has the same lengths but other tokens, so that no cached prefix is reused.
+    """
     lengths, tokens = random.Random(0), random.Random(1 + number)
     return [
         Work(
@@ -76,7 +77,7 @@ def single(_requests: int, vocab_size: int, number: int) -> list[Work]:
 
 
 def shared(requests: int, vocab_size: int, number: int) -> list[Work]:
-    """A long system prompt that all requests share, and a short question of each."""
+    """A long system prompt that all requests share, and a short question for each."""
     tokens = random.Random(1 + number)
     system = [tokens.randrange(3, vocab_size) for _ in range(SHARED_PROMPT_TOKENS)]
     return [

@@ -3,8 +3,8 @@
     python benchmarks/path.py [--streams 16 256] [--rate 2000] [--sealed] [--json FILE]
 
 Real processes on loopback: Valkey with its append-only file, one gateway, an engine without a model
-that keeps the whole protocol. CPU figures are of the processes' own accounts; latencies are of
-wall clocks and want an idle machine.
+that keeps the whole protocol. CPU figures are the processes' own CPU time; latencies are wall-clock
+times and need an idle machine.
 """
 
 import argparse
@@ -34,7 +34,7 @@ from queue_path.streams import Started, Stream, read_streams
 PATHS = {"completions": "/v1/completions", "chat": "/v1/chat/completions"}
 PARTS = ("streams", "full", "requests", "shard")
 Figures = dict[str, float]
-TICK = 1 / os.sysconf("SC_CLK_TCK")  # the kernel's accounts count nothing less, s
+TICK = 1 / os.sysconf("SC_CLK_TCK")  # the resolution of the kernel's CPU accounting, s
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +60,7 @@ class Bench:
         )
         process = context.Process(target=emit, args=(emission, theirs))
         process.start()
-        theirs.close()  # a process that dies is seen as the pipe's end
+        theirs.close()  # a process that dies is noticed by the end of its pipe
         assert ours.recv() == "ready"
         assert process.pid is not None
         emitting = Emitting(Server(process.pid, ""))
@@ -83,7 +83,8 @@ class Bench:
     def decode(
         self, endpoint: str, streams: int, tokens: int, emitting: "Emitting"
     ) -> tuple[list[Stream], "Cost"]:
-        """Streams that are all read at once, and the cost since each has its first token."""
+        """Runs streams that are all read at once; measures the cost after each has its first
+        token."""
         cost = Cost(self, emitting)
         bodies = [body(endpoint, tokens)] * streams
         return self.read(endpoint, bodies, streams, Started(streams, cost.begin)), cost
@@ -97,7 +98,7 @@ class Emitting:
 
 
 class Cost:
-    """CPU and wall seconds from now, or from the next `begin`."""
+    """CPU and wall seconds since its creation or the last `begin`."""
 
     def __init__(self, bench: Bench, emitting: Emitting) -> None:
         self._processes = (bench.gateway, bench.redis, emitting.engine)
@@ -110,7 +111,7 @@ class Cost:
         return [time.monotonic(), *(process.cpu_seconds() for process in self._processes)]
 
     def of(self, count: int, what: str) -> Figures:
-        """The cost of one of `count`."""
+        """The cost divided by `count`."""
         _, gateway_s, redis_s, emitter_s = map(float.__sub__, self._now(), self._start)
         return {
             f"gateway_us_per_{what}": 1e6 * gateway_s / count,
@@ -130,7 +131,7 @@ def body(endpoint: str, tokens: int) -> dict[str, Any]:
 
 
 def streaming(bench: Bench, streams: int, rate: float, seconds: float) -> Figures:
-    """Runs streams that together get `rate` tokens a second: latencies of hops."""
+    """Runs streams that together get `rate` tokens per second; measures the latencies of hops."""
     interval = streams / rate
     tokens = max(2, round(seconds / interval))
     with bench.emitting(interval, streams) as emitting:
@@ -150,7 +151,8 @@ def streaming(bench: Bench, streams: int, rate: float, seconds: float) -> Figure
 
 
 def _hops(streams: Sequence[Stream], emitted: Emitted) -> Iterator[int]:
-    """Nanoseconds from the engine's write of a token to the client's read; not of the first."""
+    """Nanoseconds from the engine's write of a token to the client's read, without the first
+    token."""
     for stream in streams:
         first = emitted.first[stream.request_id]
         for index, arrival in enumerate(stream.arrivals):
@@ -159,7 +161,8 @@ def _hops(streams: Sequence[Stream], emitted: Emitted) -> Iterator[int]:
 
 
 def saturated(bench: Bench, endpoint: str, streams: int, tokens: int) -> Figures:
-    """An engine that emits as fast as it can: what a streamed token costs the gateway."""
+    """Measures what a streamed token costs the gateway, with an engine that emits as fast as it
+    can."""
     with bench.emitting(0.0, streams) as emitting:
         done, cost = bench.decode(endpoint, streams, tokens, emitting)
         wall, costs = cost.seconds(), cost.of(streams * tokens, "token")
@@ -175,7 +178,8 @@ def saturated(bench: Bench, endpoint: str, streams: int, tokens: int) -> Figures
 
 
 def requests(bench: Bench, count: int, concurrency: int) -> Figures:
-    """Answers of one token: what a request costs, with connection, tokens, queue and outcome."""
+    """Measures what a request with one output token costs: connection, tokenisation, queue and
+    outcome."""
     with bench.emitting(0.0) as emitting:
         bench.read("completions", [body("completions", 1)] * 32, 8)
         cost = Cost(bench, emitting)
@@ -190,7 +194,8 @@ def requests(bench: Bench, count: int, concurrency: int) -> Figures:
 
 
 def first_token(bench: Bench, count: int) -> Figures:
-    """One client, an engine that answers at once: what the path adds to the time to first token."""
+    """Measures what the path adds to the time to first token, with one client and an engine that
+    answers at once."""
 
     with bench.emitting(0.0):
         bench.read("chat", [body("chat", 1)] * count, 1)
@@ -200,7 +205,7 @@ def first_token(bench: Bench, count: int) -> Figures:
 
 
 def shard(redis: Server, count: int, processes: int, sealing: Path | None) -> Figures:
-    """Requests through one shard without HTTP: what its Redis can carry."""
+    """Measures how many requests the Redis of one shard can carry, without HTTP."""
     load = Load(
         redis_url=redis.url,
         model="load",
@@ -223,7 +228,7 @@ def shard(redis: Server, count: int, processes: int, sealing: Path | None) -> Fi
 
 
 def token_of_one_letter() -> int:
-    """A token that is text by itself, so that each is an event."""
+    """A token that is a complete text, so that each token is an event."""
     tokenizer = Tokenizer.load(DEMO_MODEL)
     return tokenizer.encode("a", add_special_tokens=False)[-1]
 

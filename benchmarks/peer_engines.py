@@ -1,4 +1,4 @@
-"""One engine in a process of its own, for peers.py: loads a model, then runs jobs from its stdin.
+"""Runs one engine in its own process, for peers.py: loads a model, then runs jobs from stdin.
 
 Runs in each peer's own environment, so it imports only the standard library and the one engine that
 it is asked for. A job is a line of JSON with `prompts` (token ids) and `outputs` (how many tokens
@@ -72,7 +72,7 @@ def vllm(options: argparse.Namespace) -> Run:
 
 
 def llama_cpp(options: argparse.Namespace) -> Run:
-    """One request after the other, through llama-cpp-python."""
+    """Runs one request after the other with llama-cpp-python."""
     from llama_cpp import Llama  # type: ignore[import-not-found]  # the peer's own venv
 
     llama: Any = Llama(
@@ -108,7 +108,7 @@ ENGINES: dict[str, Callable[[argparse.Namespace], Run]] = {
 
 def serve(options: argparse.Namespace) -> None:
     answers = os.fdopen(os.dup(1), "w", buffering=1)
-    os.dup2(2, 1)  # whatever libraries print must not mix with the answers
+    os.dup2(2, 1)  # output of libraries must not mix with the answers
     run = ENGINES[options.engine](options)
     run([[7] * 16] * 2, [4] * 2)
     answers.write(json.dumps({"ready": True}) + "\n")

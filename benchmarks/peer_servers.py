@@ -1,4 +1,4 @@
-"""Servers in turns, for peers.py: Headrace's whole stack and vLLM's server, on the same cores.
+"""Runs servers in turns, for peers.py: Headrace's whole stack and vLLM's server, on the same cores.
 
 Each is started as its users start it and gets the same requests from `headrace bench`; all
 processes of the other server are stopped meanwhile.
@@ -27,7 +27,7 @@ START_TIMEOUT_S = 600.0
 CONCURRENCY, REQUESTS = 32, 128
 MAX_MODEL_LEN = 1024
 VOCAB_SIZE = 32_000
-# Figure of the report -> whether more is better.
+# Figure of the report -> whether higher is better.
 FIGURES: Mapping[str, bool] = {"requests_per_s": True, "ttft_p99_ms": False, "itl_p99_ms": False}
 
 
@@ -46,9 +46,9 @@ class ServerResult:
 
 
 class Server:
-    """A server's process with all that it starts.
+    """A server's process and the processes that it starts.
 
-    Its maker closes it, also if `prepare` fails or is interrupted.
+    Its creator must close it, also if `prepare` fails or is interrupted.
     """
 
     def __init__(
@@ -72,13 +72,13 @@ class Server:
         )
 
     def prepare(self) -> None:
-        """Waits until the server answers, and stops it until its turn."""
+        """Waits until the server answers, then stops it until its turn."""
         self._await_ready()
         self.result.startup_s = time.perf_counter() - self._begun
         self._signal_all(signal.SIGSTOP)
 
     def turn(self, number: int) -> None:
-        """Runs a round; its figures go into `result`."""
+        """Runs a round; adds its figures to `result`."""
         self._signal_all(signal.SIGCONT)
         self._await_ready()
         with tempfile.TemporaryDirectory() as folder:
@@ -168,10 +168,10 @@ def vllm_command(python: Path, model: Path) -> Callable[[int], Sequence[str]]:
 
 @contextmanager
 def uninterrupted() -> Iterator[None]:
-    """Raises KeyboardInterrupt for SIGINT and SIGTERM only at its end.
+    """Delays KeyboardInterrupt for SIGINT and SIGTERM to the end of the block.
 
-    No code could yet end a process that is just being started. The signals are not masked,
-    as the process would inherit that.
+    While a process is being started, no code could end it. The signals are not masked, because the
+    process would inherit the mask.
     """
     caught: list[int] = []
     numbers = (signal.SIGINT, signal.SIGTERM)
@@ -189,7 +189,7 @@ def uninterrupted() -> Iterator[None]:
 def servers(
     model: Path, vllm: Path, vllm_environment: Mapping[str, str], verbose: bool
 ) -> Iterator[list[Server]]:
-    """Headrace's stack, then vLLM's server where it is there."""
+    """Headrace's stack, then vLLM's server if it is installed."""
     running: list[Server] = []
     with tempfile.TemporaryDirectory() as folder:
         try:
@@ -229,7 +229,7 @@ def compete(options: argparse.Namespace, vllm_environment: Mapping[str, str]) ->
 
 
 def ratios(results: Sequence[ServerResult]) -> dict[str, float]:
-    """How many times better Headrace is, by `http-32-figure/peer`."""
+    """How many times better Headrace is than each peer, by `http-32-figure/peer`."""
     if not results:
         return {}
     ours, *theirs = results

@@ -1,4 +1,4 @@
-"""Headrace beside vLLM and llama.cpp in one run: every engine in its own process, taking turns.
+"""Compares Headrace with vLLM and llama.cpp in one run: every engine in its own process, in turns.
 
     python benchmarks/peers.py --peers DIR [--rounds 3] [--only small-64,half-1] [--json FILE]
 
@@ -34,7 +34,7 @@ LONG_PROMPT, LONG_COUNT, LONG_CONTEXT = 8000, 8, 8192
 SINGLE_PROMPT, SINGLE_OUTPUT = 32, 128
 SINGLE_REPEATS = 3
 VOCAB_SIZE = 32_000
-# Where distributions put the allocator that vLLM's documentation recommends.
+# Where distributions install the allocator that vLLM's documentation recommends.
 TCMALLOC = ("/usr/lib/*/libtcmalloc_minimal.so.4", "/usr/lib64/libtcmalloc_minimal.so.4")
 
 
@@ -58,7 +58,8 @@ LLAMA_Q8 = Engine("llama.cpp-q8_0", "llama.cpp", "lcpp", suffix="-q8_0.gguf")
 
 @dataclass(frozen=True)
 class Workload:
-    """`kind`: batch (all requests at once), single (one alone, its decoding) or long (prefill)."""
+    """`kind` is batch (all requests at once), single (the decoding of one request) or long
+    (prefill)."""
 
     name: str
     model: str
@@ -102,7 +103,7 @@ def jobs(workload: Workload, number: int) -> tuple[list[list[int]], list[int]]:
 
 @dataclass
 class Result:
-    """Speeds of one engine in one workload. `rates` are tokens a second, one a round."""
+    """Speeds of one engine in one workload. `rates` are tokens per second, one for each round."""
 
     workload: str
     engine: str
@@ -116,9 +117,9 @@ class Result:
 
 
 class Contestant:
-    """An engine's process and all that it starts; stopped while others have their turn.
+    """An engine's process and the processes that it starts; stopped while others have their turn.
 
-    Its maker closes it, also if `prepare` fails or is interrupted.
+    Its creator must close it, also if `prepare` fails or is interrupted.
     """
 
     def __init__(
@@ -143,13 +144,13 @@ class Contestant:
         )
 
     def prepare(self) -> None:
-        """Waits until the engine is ready, and stops it until its turn."""
+        """Waits until the engine is ready, then stops it until its turn."""
         self._answer()
         self.result.startup_s = time.perf_counter() - self._begun
         self._signal(signal.SIGSTOP)
 
     def turn(self, number: int) -> float:
-        """Runs a round; tokens a second."""
+        """Runs a round; returns tokens per second."""
         prompts, outputs = jobs(self._workload, number)
         self._signal(signal.SIGCONT)
         if self._workload.kind == "single":
@@ -168,7 +169,7 @@ class Contestant:
         self._process.wait()
 
     def _decode_rate(self, prompts: list[list[int]], count: int) -> float:
-        """Tokens a second after the first one, which the prompt's time belongs to."""
+        """Tokens per second after the first token, whose time belongs to the prompt."""
         first = [self._run(prompts, [1]) for _ in range(SINGLE_REPEATS)]
         whole = [self._run(prompts, [count]) for _ in range(SINGLE_REPEATS)]
         return (count - 1) / (statistics.median(whole) - statistics.median(first))
@@ -196,7 +197,7 @@ class Contestant:
             os.killpg(self._process.pid, number)
 
     def _resident(self) -> int:
-        """Memory of the process and those that it started, in MB."""
+        """The memory of the process and those that it started, in MB."""
         root = psutil.Process(self._process.pid)
         total = sum(one.memory_info().rss for one in (root, *root.children(recursive=True)))
         return int(total / 2**20)
@@ -237,7 +238,7 @@ def preloads(peers: Path) -> list[Path]:
 
 @contextmanager
 def lengthened(model: Path, workload: Workload, scratch: Path) -> Iterator[Path]:
-    """The checkpoint, its context as long as the workload needs."""
+    """A copy of the checkpoint with a context as long as the workload needs."""
     config_file = model / "config.json"
     if not config_file.is_file():
         yield model
@@ -268,7 +269,7 @@ def missing(engine: Engine, workload: Workload, peers: Path) -> str | None:
 def compete(
     workload: Workload, options: argparse.Namespace, scratch: Path
 ) -> tuple[list[Result], list[str]]:
-    """The results of a workload, Headrace's first, and why others were left out."""
+    """The results of a workload, Headrace's first, and the reasons why others were left out."""
     reasons = {
         engine.name: reason
         for engine in workload.engines
@@ -299,8 +300,8 @@ def compete(
 
 
 def ratios(results: Sequence[Result]) -> dict[str, float]:
-    """Headrace over each peer by `workload/peer`; start-up and memory the other way round, since
-    less is better there."""
+    """Headrace relative to each peer, by `workload/peer`; inverted for start-up time and memory,
+    where lower is better."""
     found: dict[str, float] = {}
     by_workload: dict[str, list[Result]] = {}
     for result in results:
@@ -390,6 +391,6 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    # Ends as by Ctrl-C: engines have sessions of their own and would stay.
+    # Ends the engines as Ctrl-C would: they have sessions of their own and would continue.
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     main()

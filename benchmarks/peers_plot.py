@@ -1,4 +1,4 @@
-"""Draws a report of `peers.py` as bars: how many times as fast as each peer.
+"""Draws a report of `peers.py` as bars: how many times as fast as each peer Headrace is.
 
 python benchmarks/peers_plot.py docs/performance/peers-2026-11-21.json docs/peers.png
 """
@@ -15,7 +15,7 @@ mpl.use("Agg")
 import matplotlib.pyplot as plt
 from PIL import Image
 
-# Key of the report's ratios, and what is compared. Start and memory would need another axis.
+# Key of the report's ratios, and its label. Start-up time and memory would need another axis.
 ROWS = {
     "small-64/vllm-tuned": "64 requests at once, 42 M (vLLM)",
     "half-16/vllm-tuned": "16 requests at once, 0.4 B (vLLM)",

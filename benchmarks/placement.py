@@ -59,7 +59,7 @@ class Scene:
 
     @property
     def rate(self) -> float:
-        """Arrivals a second."""
+        """Arrivals per second."""
         return self.load * self.engines * self.slots / self.decode
 
 
@@ -98,7 +98,7 @@ class Engine:
         return self.slots - self.running
 
     def hit(self, prefix: int) -> bool:
-        """Whether a prefix was cached; puts it into the cache."""
+        """Returns whether a prefix was cached; adds it to the cache."""
         known = prefix in self.cache
         self.cache[prefix] = None
         self.cache.move_to_end(prefix)
@@ -141,13 +141,14 @@ class Run:
         self._placed: Counter[bool | None] = Counter()
 
     def __call__(self) -> dict[str, float]:
-        """Hit rate, waits in ms, and shares of requests by where they were taken."""
+        """Returns the hit rate, waits in ms, and the shares of requests by where they were
+        taken."""
         scene = self._scene
         weights = [1 / (rank + 1) ** scene.zipf for rank in range(scene.prefixes)]
         prefixes = self._random.choices(range(scene.prefixes), weights, k=scene.requests)
         times = poisson(self._random, scene.rate)
         for prefix, at in zip(prefixes, times, strict=False):
-            self._events.at(at, self._admit, prefix, rank=1)  # after ends at the same time
+            self._events.at(at, self._admit, prefix, rank=1)  # sorted after ends at the same time
         while self._events.next_time < NEVER:
             self._events.run_next()
         return self._summary()
@@ -172,7 +173,7 @@ class Run:
         self._backend.admit(
             request, "g", LIMITS, None, False, self._placement(request), left=math.inf
         )
-        # All engines that have room are woken; any of them may be the quickest.
+        # All engines with room are woken, and any of them may be first.
         for engine in self._random.sample(self._engines, len(self._engines)):
             self._take(engine)
 
@@ -214,7 +215,7 @@ class Run:
         self._events.at(end, self._end, engine, one.request_id)
 
     def _summary(self) -> dict[str, float]:
-        skip = len(self._hits) // 5  # caches fill first
+        skip = len(self._hits) // 5  # the caches fill first
         hits, waits = self._hits[skip:], sorted(self._waits[skip:])
         total = sum(self._placed.values())
         return {
@@ -228,7 +229,7 @@ class Run:
 
 
 def compare(scene: Scene, methods: Sequence[Method] = METHODS) -> dict[str, dict[str, float]]:
-    """Figures of each method by its name."""
+    """The figures of each method, by its name."""
     return {method.name: Run(scene, method)() for method in methods}
 
 

@@ -52,7 +52,7 @@ def work(load: ShardedLoad) -> None:
 
 
 async def _work(load: ShardedLoad) -> None:
-    """Engines wait for what gateways admit, and end when nothing is left."""
+    """Runs in a process: engines wait for what gateways admit, and end when nothing is left."""
     admitted = asyncio.Event()
     engines = [asyncio.create_task(_serve(load, admitted)) for _ in range(load.pairs)]
     gateways = [
@@ -97,7 +97,7 @@ def _engine(url: str, shards: int) -> ShardedEngineQueue:
 
 @dataclass(frozen=True, slots=True)
 class Cluster:
-    """Masters with equal parts of the slots."""
+    """Masters that each have an equal part of the slots."""
 
     ports: Sequence[int]
     pids: Sequence[int]
@@ -204,7 +204,7 @@ def measure_load(nodes: Cluster, shards: int, options: argparse.Namespace) -> di
 
 
 def measure_idle_engine(nodes: Cluster, shards: int, seconds: float) -> dict[str, float]:
-    """Measures an engine's queue that gets no requests and only sends heartbeats."""
+    """Measures the engine's side of a queue without requests, which only sends heartbeats."""
 
     async def run() -> None:
         engine = _engine(nodes.url, shards)

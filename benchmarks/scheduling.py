@@ -2,8 +2,9 @@
 
     python benchmarks/scheduling.py [--profile FILE] [--requests 1000] [--json FILE] [--plots docs]
 
-The scheduler, its KV blocks and its policies are the engine's; a step takes what a cost model says
-that benchmarks/calibrate.py measured. So a run of hours takes seconds and is the same every time.
+The scheduler, its KV blocks and its policies are the engine's; the duration of a step comes from a
+cost model, which benchmarks/calibrate.py measures. So a run of hours takes seconds and is
+reproducible.
 """
 
 import argparse
@@ -20,7 +21,7 @@ from virtual_time.comparison import Comparison
 
 PROFILE = Path(__file__).parent / "profiles" / "llama-42m-2-cores.json"
 
-# Heading, figure in a run's summary, and how it is written.
+# Heading, the figure's name in a run's summary, and its format.
 Column = tuple[str, str, str]
 COMMON: tuple[Column, ...] = (
     ("tokens/s", "output_tokens_per_second", "{:,.0f}"),

@@ -22,7 +22,7 @@ from headrace_engine.model_runner.model_runner import ModelRunner
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """`requests` of one prompt each; their prompts have all but `own` tokens in common."""
+    """There are `requests` requests, whose prompts have all but `own` tokens in common."""
 
     name: str
     requests: int
@@ -41,7 +41,7 @@ def cases(prompt: int, output: int) -> Iterator[Case]:
 
 
 def measure(engine: Engine, case: Case, prompt: int) -> tuple[int, int, int]:
-    """Blocks used, blocks without sharing, prompt tokens computed."""
+    """Returns the blocks used, the blocks without sharing, and the prompt tokens computed."""
     for number in range(case.requests):
         tokens = [5 + index % 90 for index in range(prompt - case.own)]
         tokens += [100 + number] * case.own

@@ -42,9 +42,9 @@ from headrace_engine.models.decoder.positions import PositionTables
 from headrace_engine.models.weights.random_weights import RandomReader
 from headrace_engine.operators.triton import TritonOps
 
-# Operations for which the host would wait, or that it would copy from.
+# Operations that would make the host wait or copy from it.
 HOST = ("tensor", "new_tensor", "as_tensor", "from_numpy", "item", "tolist", "cpu", "nonzero")
-# They only make room.
+# They only allocate memory.
 FREE = ("empty", "new_empty", "empty_like", "empty_strided", "new_empty_strided")
 
 
@@ -54,7 +54,7 @@ class _MetaReader(RandomReader):
 
 
 class HostCalls(TorchFunctionMode):
-    """Refuses calls that make the host wait, or a tensor of its numbers."""
+    """Refuses calls that make the host wait or read values of a tensor."""
 
     def __torch_function__(
         self, function: Any, types: Any, args: Any = (), kwargs: Any = None
@@ -82,7 +82,7 @@ class Operators(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 def _is_view(function: Any) -> bool:
-    """Whether a result shares an argument's memory, which is not written."""
+    """Whether a result is a view of an argument, so that nothing is launched."""
     results = [one.alias_info for one in function._schema.returns]
     return any(info is not None and not info.is_write for info in results)
 
@@ -108,8 +108,8 @@ def decode_step(
 ) -> StepLaunches:
     """Counts the launches of a decode step of the native decoder on a GPU, in bfloat16.
 
-    `config` is the model's config.json; rows have `adapters` different adapters. With `fewest`
-    attention merges its parts itself, and norms are fused into products where possible.
+    `config` is the model's config.json; rows use `adapters` different adapters. With `fewest`,
+    attention merges its own parts, and norms are fused into products where possible.
     """
     attention = TritonBackend((9, 0))
     model, layers = _model(config, attention)
@@ -131,7 +131,7 @@ def decode_step(
             return model.forward(step, caches)
 
     with torch.inference_mode(), HostCalls():
-        record(run)  # makes scratch memory, as what runs before a recording does
+        record(run)  # allocates scratch memory, as the steps before a capture do
         with operators:
             kernels = record(run)
     counts = Counter(one.name for one in kernels)

@@ -41,7 +41,7 @@ from compiled.recording import KernelLaunch
 from headrace_engine.checkpoints.config import ClampedSwiGLU, ExpertsConfig
 from headrace_engine.core.attention_backend import LayerParams
 
-# The capability from which kernels may be launched early.
+# The compute capability from which kernels may be launched early.
 DEPENDENT = 90
 POINTERS = {
     torch.float64: "*fp64",
@@ -142,11 +142,11 @@ DEVICES = {
 
 @dataclass(frozen=True, slots=True)
 class Compiled:
-    """`spilled` bytes of a thread; `resident` programs of a multiprocessor; `products` as PTX names
-    them. `copy_sizes` counts a thread's asynchronous copies by their bytes, and `in_flight` groups
-    of them may be outstanding when a wait is over; `loads` counts the other global loads.
-    A `dependent` kernel may run before earlier kernels end; `hazards` are its errors then.
-    `loops` are found where they were asked for, and where something is spilled."""
+    """`spilled` is in bytes per thread; `resident` programs fit a multiprocessor; `products` are
+    named as in PTX. `copy_sizes` counts a thread's asynchronous copies by their bytes, and
+    `in_flight` groups of them may be outstanding when a wait is over; `loads` counts the other
+    global loads. A `dependent` kernel may run before earlier kernels end; `hazards` are its errors
+    then. `loops` are found where they were asked for, and where something is spilled."""
 
     kernel: str
     variant: str
@@ -167,8 +167,11 @@ class Compiled:
 
     @property
     def fits(self) -> bool:
-        """Whether the kernel fits. Values kept in local memory during a loop cost nothing, and one
-        instruction in a hundred costs little."""
+        """Whether the kernel fits.
+
+        Spilling outside of loops costs nothing, and one spilling instruction in a hundred costs
+        little.
+        """
         spills = any(loop.kinds.get("local", 0) * 100 > loop.instructions for loop in self.loops)
         return not spills and self.resident > 0 and not self.hazards
 
@@ -235,7 +238,8 @@ def _is_aligned(value: Any) -> bool:
 
 
 def resources(cubin: bytes) -> tuple[int, int]:
-    """(registers, bytes in local memory) of each thread, as Triton's own cuobjdump reads them."""
+    """The registers and the bytes of local memory of each thread, as reported by Triton's own
+    cuobjdump."""
     tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(cubin)
@@ -249,17 +253,18 @@ def resources(cubin: bytes) -> tuple[int, int]:
 
 
 def resident(device: Device, registers: int, shared: int, warps: int) -> int:
-    """Programs that a multiprocessor holds at a time; 0: not even one."""
+    """The number of programs that a multiprocessor can hold at once; 0: not even one."""
     if shared > device.program_shared:
         return 0
-    # A warp's registers come in units of 256; each program takes 1 KiB of shared memory besides.
+    # Registers are allocated to a warp in units of 256; each program needs 1 KiB of shared memory
+    # in addition.
     by_registers = REGISTERS // (-(-registers * 32 // 256) * 256) // warps
     by_shared = device.shared // (shared + KIB)
     return min(by_registers, by_shared, device.warps // warps, device.programs)
 
 
 def variant(launch: KernelLaunch) -> str:
-    """The constants that tell a kernel's launches apart."""
+    """The constants that distinguish a kernel's launches."""
     names = (
         "ROWS",
         "COLUMNS",
@@ -288,8 +293,10 @@ def _loads(ptx: str) -> dict[int, int]:
 
 
 def brief_key(launch: KernelLaunch) -> str:
-    """A key that is equal for launches that differ little; a norm in a product, or scaled weights,
-    change it."""
+    """A key that is equal for launches that differ little.
+
+    A norm in a product, or scaled weights, change it.
+    """
     other = [one for one in ("ADD", "PARTS", "SCALED") if launch.bound.get(one)]
     return " ".join([launch.name, *other])
 
@@ -301,8 +308,7 @@ def _counts(sizes: Iterable[int]) -> dict[int, int]:
 def compile_launches(
     capability: int, launches: Iterable[KernelLaunch], wanted: argparse.Namespace
 ) -> Iterator[Compiled]:
-    """Compiles each kernel once for equal constants and options; with `brief`, only once for all
-    constants."""
+    """Compiles each kernel once for each set of constants and options; with `brief`, only once."""
     seen = set()
     for launch in launches:
         exact = str((launch.name, launch.options, *describe(launch)))

@@ -51,8 +51,8 @@ SHAPES = (
 
 @dataclass(frozen=True, slots=True)
 class Count:
-    """`blocks` in use at the end and at the `peak`, in those of one layer; the most that were
-    `running` together."""
+    """Blocks in use at the end and at the `peak`, counted per layer, and the maximal number of
+    sequences `running` at once."""
 
     blocks: int
     peak: int
@@ -60,7 +60,7 @@ class Count:
 
 
 def run(layout: KVLayout, num_blocks: int, context: int, requests: int) -> Count:
-    """As many requests as come at once."""
+    """Runs as many requests as fit at once."""
     config = EngineConfig(model="none", max_num_seqs=requests, enable_prefix_caching=False)
     limits = Limits(
         num_blocks=num_blocks,

@@ -13,8 +13,8 @@ import pytest
 
 CERTIFICATE = "-----BEGIN CERTIFICATE-----"
 
-# Collecting tests makes a million objects that stay alive, and the collector would visit them again
-# and again.
+# Collecting tests makes a million objects that stay alive. Without this the garbage collector would
+# visit them again and again.
 gc.disable()
 
 if "PYTEST_XDIST_WORKER" in os.environ:
@@ -26,13 +26,14 @@ if "PYTEST_XDIST_WORKER" in os.environ:
 def pytest_configure(config: pytest.Config) -> None:
     _trust_one_authority(config)
     if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
-        # A shell starts `make test &` so, and programs that tests start would inherit it.
+        # A shell gives `make test &` this signal setting, and programs that tests start would
+        # inherit it.
         signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.hookimpl(wrapper=True)
 def pytest_collection() -> Generator[None, object, object]:
-    """From here on the garbage collector is back, without what was collected."""
+    """Switches the garbage collector back on; it skips the objects that collection has made."""
     try:
         return (yield)
     finally:
@@ -41,8 +42,11 @@ def pytest_collection() -> Generator[None, object, object]:
 
 
 def _trust_one_authority(config: pytest.Config) -> None:
-    """No test speaks TLS to the world, and each new HTTP client would parse the whole world's
-    certificates, which takes longer than most tests."""
+    """Makes HTTP clients trust one certificate authority.
+
+    No test speaks TLS to the internet, and to parse all of its certificates for each new client
+    would take longer than most tests.
+    """
     _, first, *_ = Path(certifi.where()).read_text().split(CERTIFICATE)
     file = tempfile.NamedTemporaryFile("w", suffix=".pem")
     file.write(CERTIFICATE + first)
@@ -52,7 +56,7 @@ def _trust_one_authority(config: pytest.Config) -> None:
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
-    """Lists skipped tests by reason, so that no reader takes them for passed."""
+    """Lists skipped tests by reason, so that no reader believes that they passed."""
     reports = terminalreporter.stats.get("skipped", ())
     reasons = Counter(str(report.longrepr[2]).removeprefix("Skipped: ") for report in reports)
     if reasons:

@@ -1,7 +1,5 @@
-"""Runs the first steps of a newcomer: a clone, the README's first command and first examples.
-
-On caches that are empty. The clone has what is committed.
-"""
+"""Runs the first steps of a newcomer: a clone, the README's first command and first examples, with
+empty caches. The clone contains what is committed."""
 
 import json
 import os
@@ -20,7 +18,7 @@ from headrace_testing.readme import ROOT, block, first_command
 
 LIMIT_S = 1800
 SERVED = "is served at http://127.0.0.1:8000/v1"
-# Variables of another run of Python, make or Headrace in our environment.
+# Variables that another run of Python, make or Headrace has set in our environment.
 FOREIGN = ("ARGS", "PYTHON", "PYTEST", "COVERAGE", "VIRTUAL_ENV", "MAKE", "MFLAGS", "HEADRACE",
            "REDIS_URL", "UV_CACHE_DIR", "PIP_CACHE_DIR")  # fmt: skip
 

@@ -1,5 +1,5 @@
-"""`make images`, `push` and `chart-push`, with programs that only say what they would do; and the
-README's and the chart's examples of what runs in them."""
+"""`make images`, `push` and `chart-push`, with programs that only print what they would do; and the
+README's and the chart's examples of commands in them."""
 
 import re
 import subprocess

@@ -1,4 +1,4 @@
-"""Installs locks with uv, which gets pip's settings, or else with pip; then compiles bytecode."""
+"""The installer of locks uses uv, with pip's settings, or else pip; then it compiles bytecode."""
 
 import os
 import subprocess
@@ -67,7 +67,10 @@ def test_settings_of_pip_are_those_that_pip_itself_lists(monkeypatch: pytest.Mon
 
 @pytest.fixture
 def pip(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A pip that installs nothing: the file has its arguments. It makes a uv of the same kind."""
+    """A fake pip that installs nothing: it writes its arguments to a file.
+
+    It also makes a fake uv.
+    """
     log = tmp_path / "log"
     program = tmp_path / "pip"
     uv = tmp_path / "uv/bin/uv"
@@ -134,7 +137,7 @@ def test_compiling_ends_with_the_process_that_started_it(environment: Path) -> N
 
 
 def beside(pid: int, environment: Path) -> int:
-    """Runs in a process of its own, since it lowers the priority."""
+    """Runs in a separate process, since it lowers the priority."""
     program = (
         "import sys; from pathlib import Path; import compile_packages; "
         "sys.exit(compile_packages.main(sys.argv[1:2], Path(sys.argv[2])))"

@@ -24,7 +24,7 @@ DOCUMENTS = (
     "docs/development.md",
     "docs/architecture.md",
 )
-# Imports every module of a package while refusing the named ones.
+# Imports every module of a package while importing the named ones fails.
 IMPORT_ALL = """
 import importlib, pkgutil, sys
 package, blocked = sys.argv[1], set(sys.argv[2].split(","))
@@ -48,7 +48,7 @@ def project() -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("root", SOURCE_ROOTS)
-def test_a_source_root_is_no_package(root: str) -> None:
+def test_a_source_root_is_not_a_package(root: str) -> None:
     """operator/__init__.py would hide the standard library's module."""
     assert not (ROOT / root / "__init__.py").exists()
 
@@ -143,7 +143,7 @@ def test_every_link_of_a_document_leads_somewhere(document: str) -> None:
 
 
 def closure(package: str, extra: str = "") -> set[str]:
-    """Every distribution that installing `package[extra]` here brings along."""
+    """Every distribution that installing `package[extra]` here requires."""
     found: set[str] = set()
     open_ends = [(package, extra)]
     while open_ends:

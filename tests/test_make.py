@@ -1,5 +1,5 @@
-"""`make install` with a Python that is too old, gone, or another one than before; what `make up`
-and `make test` install; `make check` with a check that fails."""
+"""`make install` with a Python that is too old, removed, or another one than before; the packages
+that `make up` and `make test` install; `make check` with a check that fails."""
 
 import shutil
 import subprocess
@@ -34,7 +34,8 @@ def folder(tmp_path: Path) -> Path:
 
 
 def python(path: Path, minor: int, venv: int = 0) -> Path:
-    """A program that takes itself for Python 3.`minor`; `venv` is the status of its module venv."""
+    """A program that claims to be Python 3.`minor`; `venv` is the exit status of its module
+    venv."""
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(PYTHON.format(real=sys.executable, version=(3, minor, 1), venv=venv))
     path.chmod(0o755)

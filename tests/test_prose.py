@@ -1,4 +1,4 @@
-"""The rules of prose.toml: what they find in documents and Python, and what they leave alone."""
+"""The rules of prose.toml: what they find in documents and Python, and what they ignore."""
 
 from pathlib import Path
 

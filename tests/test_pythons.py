@@ -30,7 +30,7 @@ def test_the_newest_of_pyenv_is_taken(tmp_path: Path, monkeypatch: pytest.Monkey
 def test_a_program_that_is_another_python_is_passed_over(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """An example is the shim of a pyenv that does not use that version."""
+    """For example, the shim of a pyenv that does not use that version."""
     monkeypatch.setenv("PYENV_ROOT", str(tmp_path))
     monkeypatch.setenv("PATH", str(program(tmp_path / "bin/python3.13", "3.12").parent))
     assert pythons.find("3.13") is None

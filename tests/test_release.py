@@ -1,4 +1,4 @@
-"""The release by tag: the workflow leads to `.ci/release`, whose dry run names every step."""
+"""A release by tag: the workflow calls `.ci/release`, whose dry run names every step."""
 
 import os
 import re

@@ -1,4 +1,4 @@
-"""Skipped tests are listed by reason at the end of a run, also with workers of pytest-xdist."""
+"""Skipped tests are listed by reason at the end of a run, even with pytest-xdist's workers."""
 
 import subprocess
 import sys
@@ -36,7 +36,7 @@ def run(program: Path, *options: str, **environment: str) -> list[str]:
         [sys.executable, "-m", "pytest", "-c", "/dev/null", "-p", "conftest", *options, program],
         env={
             "PYTHONPATH": f"{tests}:{tests}/support",
-            "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1",  # most of the time is theirs
+            "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1",  # starting workers takes most of the time
             **environment,
         },
         cwd=program.parent,

@@ -197,7 +197,7 @@ def test_an_image_for_cpus_has_no_packages_for_gpus(tmp_path: Path) -> None:
 
 
 def release(base: str, tag: str = "0.1.0") -> subprocess.CompletedProcess[str]:
-    """`make release-images`, with builds that are only printed."""
+    """Runs `make release-images` with builds that are only printed."""
     given = ("IMAGE_BUILD=echo", f"PYTHON_IMAGE={base}", f"TAG={tag}")
     return subprocess.run(
         ["make", "--no-print-directory", "release-images", *given],

@@ -1,4 +1,4 @@
-"""A release of the chart on the cluster that KUBECONFIG names, and its expected answers."""
+"""A release of the chart on the cluster that KUBECONFIG names, and the expected answers."""
 
 import os
 from collections.abc import Iterator
@@ -34,20 +34,21 @@ def cases(long_cases: list[GreedyCase]) -> list[GreedyCase]:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Modules with a release of their own go first: there may be only one at a time."""
+    """Runs modules with their own release first, because there may be only one release at a
+    time."""
     items.sort(key=lambda item: item.path.name not in ALONE)
 
 
 @pytest.fixture(scope="session")
 def installed() -> Iterator[Release]:
-    """Installed with ci/small-values.yaml; nothing of it is left afterwards."""
+    """A release installed with ci/small-values.yaml, of which nothing is left afterwards."""
     with installation() as release:
         yield release
 
 
 @pytest.fixture(scope="module")
 def release(installed: Release) -> Iterator[Release]:
-    """The installed release; every module finds it without ModelServices."""
+    """The installed release; every module gets it without ModelServices."""
     yield installed
     if "KEEP" not in os.environ:
         installed.reset()
@@ -65,7 +66,7 @@ def service(release: Release) -> Service:
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) -> Any:
-    """A failed test says what the cluster looked like."""
+    """Prints the state of the cluster if a test fails."""
     report: pytest.TestReport = yield
     if report.failed:
         for release in INSTALLED:

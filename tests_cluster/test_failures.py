@@ -93,7 +93,7 @@ def test_gateway_deleted_finishes_its_streams(service: Service, load: Load) -> N
 
 
 def test_gateway_killed(service: Service, load: Load) -> None:
-    """Its clients resume at the other gateway, and no request stays in the queue."""
+    """The gateway's clients resume at the other gateway, and no request stays in the queue."""
     release = service.release
     with load:
         load.await_answers(CLIENTS)

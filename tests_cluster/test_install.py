@@ -1,4 +1,4 @@
-"""helm install, helm test, the rights of what runs, and helm uninstall."""
+"""helm install, helm test, the permissions of the processes, and helm uninstall."""
 
 import json
 from collections.abc import Iterator
@@ -14,13 +14,13 @@ from headrace_testing.processes import until
 COMPONENTS = ("gateway", "operator", "redis")
 # Objects that Kubernetes creates in every namespace.
 ALWAYS_THERE = {"configmap/kube-root-ca.crt", "serviceaccount/default"}
-# Kubernetes' garbage collector looks for new types each 30 s and then reads their objects.
+# Kubernetes' garbage collector looks for new types every 30 s, and reads their objects afterwards.
 COLLECTED_S = 90
 
 
 @pytest.fixture(scope="module")
 def release() -> Iterator[Release]:
-    """Its own, which the last test here uninstalls."""
+    """A release for this module, which its last test uninstalls."""
     with installation() as release:
         yield release
 
@@ -33,7 +33,7 @@ def test_every_component_runs_under_restricted_pod_security(release: Release) ->
     for component in COMPONENTS:
         assert release.pods(component), component
 
-    # The server warns of pods that a level would not let in.
+    # The API server warns of pods that a level would refuse.
     level = "pod-security.kubernetes.io/enforce=restricted"
     said = run("kubectl", "label", "--overwrite", "--dry-run=server", "namespace",
                release.namespace, level)  # fmt: skip
@@ -128,13 +128,13 @@ def test_uninstall_leaves_nothing_behind(release: Release) -> None:
     release.uninstall()
 
     until(lambda: left_in_namespace(release) == set(), "the namespace to be empty", 180)
-    # A volume goes some time after its claim.
+    # A volume is deleted some time after its claim.
     until(lambda: left_in_cluster() == [], "nothing of it to be left in the cluster", 180)
 
 
 def age_of_definition() -> float:
-    """Seconds. What belongs to an object whose type the garbage collector has never seen stays for
-    ever when that type goes."""
+    """In seconds. If the garbage collector has never seen an object's type, what the object owns
+    stays for ever when the type is deleted."""
     name = "modelservices.headrace.dev"
     created = run("kubectl", "get", "crd", name, "-o", "jsonpath={.metadata.creationTimestamp}")
     return (datetime.now(UTC) - datetime.fromisoformat(created.strip())).total_seconds()

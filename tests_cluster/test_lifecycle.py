@@ -1,6 +1,6 @@
-"""Planned ends of engines under 24 streams: none is cut, none waits long, and no pod stays behind.
+"""Planned ends of engines under 24 streams: no stream is cut or waits long, and no pod is left.
 
-Pods on their way out are looked at, too: there a container must not be started again.
+Ending pods are checked, too: their containers must not be restarted.
 """
 
 import json
@@ -30,16 +30,16 @@ PLANNED_PAUSE_S = 2.0
 KILLED_PAUSE_S = 15.0
 NOTICE_S = 15
 AFTER_LAST_STREAM_S = 5.0
-# The rest of a start that was cut off, and the kubelet's own time.
+# The rest of an interrupted start, and the kubelet's own time.
 YOUNG_END_S = 20.0
 URGENT = "headrace-test-urgent"
-LESS_THAN_AN_ENGINE = 25  # thousandths of a core, of the 50 that an engine asks for
+LESS_THAN_AN_ENGINE = 25  # thousandths of a core, out of the 50 that an engine requests
 SETTINGS = {**ENGINE_SETTINGS, "maxNumSeqs": STREAMS}
 
 
 @pytest.fixture(scope="module")
 def engines(release: Release) -> Service:
-    """Two engines, of which each has room for all streams."""
+    """Two engines, each of which has room for all streams."""
     service = Service(release, MODEL)
     engine = demo_service()["spec"]["engine"] | {"settings": SETTINGS}
     release.kubectl.apply(demo_service(replicas=2, engine=engine))
@@ -58,9 +58,9 @@ def waits() -> Iterator[ProcessorWaits]:
 def streams(
     service: Service, cases: list[GreedyCase], waits: ProcessorWaits, longest_pause: float
 ) -> Iterator[PodWatch]:
-    """24 streams while the block runs; none may pause for longer, in seconds.
+    """24 streams while the block runs; none may pause for longer than this many seconds.
 
-    Time in which others had the processors does not count.
+    Time in which others used the processors does not count.
     """
     load = Load(service.release.url, MODEL, cases, clients=STREAMS)
     with PodWatch(service) as watch, load:
@@ -94,7 +94,8 @@ def planned(service: Service, cases: list[GreedyCase], waits: ProcessorWaits) ->
 
 
 def last_end(log: PodLog, told: float | None) -> float:
-    """When an engine's last stream ended, or it was told to end with none left; Unix seconds."""
+    """The time at which an engine's last stream ended, or at which it was told to end without any,
+    in Unix seconds."""
     assert told is not None
     ends = [str(entry["timestamp"]) for entry in log.entries("request ended")]
     return max([told, *(datetime.fromisoformat(end).timestamp() for end in ends)])
@@ -111,7 +112,8 @@ def urgent_class() -> Iterator[None]:
 
 
 def urgent_pod(millicores: int) -> Manifest:
-    """Sleeps, with a right to so much of a core; the scheduler preempts the youngest pod for it."""
+    """A pod that sleeps and requests this much of a core; the scheduler preempts the youngest pod
+    for it."""
     container = {
         "name": "sleeps",
         "image": "redis:7",
@@ -130,7 +132,7 @@ def urgent_pod(millicores: int) -> Manifest:
 
 
 def free_millicores() -> int:
-    """The resources of the one node beyond the requests of its pods."""
+    """The resources of the only node beyond the requests of its pods."""
     (node,) = json.loads(run("kubectl", "get", "nodes", "-o", "json"))["items"]
     pods = json.loads(run("kubectl", "get", "pods", "--all-namespaces", "-o", "json"))["items"]
     requests = [
@@ -166,7 +168,8 @@ def test_rollout(engines: Service, long_cases: list[GreedyCase], waits: Processo
 
 
 def test_node_drain(engines: Service, long_cases: list[GreedyCase], waits: ProcessorWaits) -> None:
-    """The first engine goes, its successor finds no place until the node is back, then the next."""
+    """The first engine is evicted, its successor finds no place until the node is back, then the
+    other one."""
     (node,) = {str(pod["spec"]["nodeName"]) for pod in engines.kubectl.items("pods")}
     old = engines.engines()
     drain = ["kubectl", "drain", node, "--pod-selector", engines.selector, "--timeout=240s"]
@@ -182,7 +185,7 @@ def test_node_drain(engines: Service, long_cases: list[GreedyCase], waits: Proce
 
 
 def test_preemption(engines: Service, long_cases: list[GreedyCase], waits: ProcessorWaits) -> None:
-    """A pod of a higher priority takes an engine's place and gives it back at its end."""
+    """A pod with a higher priority takes an engine's place, and gives it back when it ends."""
     old = engines.engines()
     with urgent_class(), planned(engines, long_cases, waits) as watch:
         engines.kubectl.apply(urgent_pod(free_millicores() + LESS_THAN_AN_ENGINE))
@@ -193,7 +196,7 @@ def test_preemption(engines: Service, long_cases: list[GreedyCase], waits: Proce
 
 
 def test_spot_notice(engines: Service, long_cases: list[GreedyCase], waits: ProcessorWaits) -> None:
-    """Where a drain has no time, streams move within the node's notice."""
+    """If there is no time to drain, streams move within the notice period of the node."""
     old = engines.engines()
     engines.patch({"drain": {"timeoutSeconds": 0}})
     until(lambda: not set(old) & set(engines.engines()), "the engines to be new", 240)
@@ -232,7 +235,7 @@ def test_an_engine_that_has_just_begun_goes_at_once(engines: Service) -> None:
 
 
 def test_requests_that_wait_for_a_deleted_model_are_answered(engines: Service) -> None:
-    """The last test here: the ModelService is gone afterwards."""
+    """This must be the last test here: the ModelService is gone afterwards."""
     engines.kubectl("scale", "modelservice", MODEL, "--replicas=0")
     until(lambda: engines.engines() == [], "no engine to be left")
     url, body = f"{engines.release.url}/v1/completions", {"model": MODEL, "prompt": "x"}

@@ -1,4 +1,5 @@
-"""The README's Kubernetes part, typed as it is printed, to the first answer through the ingress."""
+"""The README's Kubernetes part, run as it is printed, up to the first answer through the
+ingress."""
 
 import json
 import os
@@ -66,7 +67,7 @@ def test_the_blocks_lead_to_an_answer(
 
 @pytest.fixture
 def registry(tmp_path: Path) -> Iterator[str]:
-    """The address of an OCI registry on loopback, empty."""
+    """The address of an empty OCI registry on loopback."""
     program = shutil.which("docker-registry")
     if program is None:
         pytest.skip("docker-registry is not installed (make system-packages)")
@@ -92,7 +93,7 @@ def registry(tmp_path: Path) -> Iterator[str]:
 
 @pytest.mark.skipif(not os.environ.get("FULL"), reason="FULL=1: it builds all images again")
 def test_images_and_chart_come_from_a_registry(cluster: None, folder: Path, registry: str) -> None:
-    """Types the commands as printed, but with the name of a registry without TLS."""
+    """Runs the commands as printed, but with the name of a registry without TLS."""
     text = block("make push").replace(ANYWHERE, registry)
     text = text.replace("helm install", "helm install --plain-http")
     type_in(text, folder, BUILD_S, HELM_FLAGS="--plain-http")

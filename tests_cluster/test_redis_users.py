@@ -77,7 +77,7 @@ def test_a_password_is_rotated_while_the_engine_serves(
     for word in (before["password"], after["password"]):
         with connect(service.release, after["username"], word) as engine:
             assert engine.ping()
-    # The kubelet looks for new Secrets each minute, and at every change of a pod.
+    # The kubelet looks for new Secrets every minute, and at every change of a pod.
     service.kubectl("annotate", "pod", engines[0], f"{ROTATED_BY}=2")
     mounted = ("exec", engines[0], "--", "cat", "/etc/headrace/redis-user/password")
     until(lambda: service.kubectl(*mounted) == after["password"], "the file to follow", 240)

@@ -1,4 +1,4 @@
-"""Engines follow the load through the ingress: from none to several and back to none."""
+"""Engines follow the load through the ingress: from none to several, and back to none."""
 
 import os
 from collections.abc import Iterator
@@ -36,7 +36,8 @@ PATIENCE_S = 240.0
 
 @pytest.fixture(scope="module")
 def scaled(release: Release) -> Service:
-    """Served once, since gateways learn a model from its first engine, and then idle."""
+    """A ModelService that was served once, because gateways learn a model from its first engine,
+    and then became idle."""
     service = Service(release, MODEL)
     release.kubectl.apply(demo_service(scaling=SCALING))
     until(lambda: MODEL in release.models(), "the model to be known", PATIENCE_S)
@@ -121,6 +122,6 @@ def until_none(service: Service) -> None:
 
 
 def picture() -> Path:
-    """Where the picture of the run goes."""
+    """The path of the picture of the run."""
     default = ROOT / ".headrace" / "cluster" / "scaling.png"
     return Path(os.environ.get("CLUSTER_PICTURE", default))

@@ -1,4 +1,4 @@
-"""The bundled Redis with Sentinels: masters leave, die and hang while clients stream."""
+"""The bundled Redis with Sentinels: masters are deleted, crash and hang while clients stream."""
 
 import logging
 import statistics
@@ -26,7 +26,7 @@ PATIENCE_S = 240.0
 
 @pytest.fixture(scope="module")
 def release() -> Iterator[Release]:
-    """Its own, with three servers."""
+    """A release for this module, with three servers."""
     with installation("--set", "redis.bundled.sentinel.enabled=true") as release:
         yield release
 
@@ -51,13 +51,13 @@ def masters(release: Release) -> list[str]:
 
 
 def master(release: Release) -> str:
-    """The only server that is master."""
+    """The only server that is a master."""
     until(lambda: len(masters(release)) == 1, "one master", PATIENCE_S)
     return masters(release)[0]
 
 
 def until_three(release: Release) -> None:
-    """One master with two replicas that have its data, each with the users of the model."""
+    """Waits for one master and two replicas with its data, each with the users of the model."""
 
     def settled() -> bool:
         found = masters(release)
@@ -73,7 +73,7 @@ def until_three(release: Release) -> None:
 
 
 def note(load: Load) -> None:
-    """Logs what the failover cost."""
+    """Logs the costs of the failover."""
     slowest = max(one.ended - one.begun for one in load.answered)
     median = statistics.median(one.ended - one.begun for one in load.answered)
     logger.info(

@@ -1,1 +1,1 @@
-"""Triton's kernels, compiled without a device and looked at: see benchmarks/triton_aot.py."""
+"""Compiles Triton's kernels without a device and inspects them: see benchmarks/triton_aot.py."""

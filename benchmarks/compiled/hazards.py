@@ -1,13 +1,9 @@
-"""Finds statements that a kernel, launched while earlier kernels still run, executes before it has
-waited for them.
-
-Reads assembly, and neither compiles nor runs anything.
-"""
+"""Finds hazards of kernels that are launched early: statements that run before the kernel has
+waited for earlier kernels. Reads assembly; compiles and runs nothing."""
 
 import re
 
-# Statements of PTX that may come only after the wait: they access global memory, or leave the
-# program.
+# Statements of PTX that may only follow the wait: they access global memory, or leave the program.
 NEEDS_WAIT = (
     r"\b(?:ld|st|cp|atom|red)\.(?!param|shared|async\.bulk\.prefetch\.L2)"
     r"|\b(?:ret|exit|call|brx)\b"
@@ -15,8 +11,8 @@ NEEDS_WAIT = (
 
 
 def hazards(ptx: str, early: bool) -> list[str]:
-    """Returns the errors of a kernel that may be launched `early`: statements before the wait,
-    except prefetches, or a missing wait."""
+    """Returns the hazards of a kernel: a missing wait, or statements before it that are not
+    prefetches."""
     ahead, wait, _ = ptx.partition("griddepcontrol.wait")
     if not early:
         return ["waits, but is not launched early"] if wait else []
@@ -28,6 +24,6 @@ def hazards(ptx: str, early: bool) -> list[str]:
 
 
 def _skips_wait(line: str, ahead: str) -> bool:
-    """Whether the line jumps to a target after the wait, unlike a loop `ahead` of the wait."""
+    """Whether the line jumps over the wait. A loop that is `ahead` of the wait does not."""
     target = re.search(r"\bbra(?:\.uni)?\s+([$\w]+)", line)
     return target is not None and f"{target[1]}:" not in ahead

@@ -48,7 +48,8 @@ VOCABULARY = 128_256
 
 
 def model_launches(capability: int, shape: ModelShape) -> list[KernelLaunch]:
-    """Every kernel that steps of such a model launch on a device of this capability, as 90."""
+    """All kernels that steps of such a model launch on a device of this compute capability, such as
+    90."""
 
     def run() -> None:
         (_attend_latents if shape.latent else _attend)(capability, shape)
@@ -65,8 +66,7 @@ def model_launches(capability: int, shape: ModelShape) -> list[KernelLaunch]:
 
 
 def candidate_launches(capability: int, shape: ModelShape) -> list[KernelLaunch]:
-    """The launches that an engine may measure at warm-up on such a device; some may not fit
-    there."""
+    """The launches that an engine may measure at warm-up on such a device; some may not fit it."""
 
     def run() -> None:
         _tune_attention(divmod(capability, 10), shape)
@@ -90,7 +90,8 @@ def candidate_launches(capability: int, shape: ModelShape) -> list[KernelLaunch]
 
 
 def dependent_launches(capability: int, shape: ModelShape) -> list[KernelLaunch]:
-    """The kernels of steps that are launched before their turn, on Hopper or newer, in each way."""
+    """The kernels of steps that use programmatic dependent launch on Hopper or newer, in each
+    variant."""
     ahead = 8 << 20
     ways = (
         DependentLaunch(ahead, early=True, lines=True),
@@ -182,8 +183,8 @@ def _tune_products(ops: triton_ops.TritonOps, x: torch.Tensor, shape: ModelShape
 
 
 def _fuse_norms(ops: triton_ops.TritonOps, rows: int, shape: ModelShape) -> None:
-    """Launches the products before and after a norm, with every tile that they may have; the norm
-    has as many parts as possible."""
+    """Launches the products before and after a norm, with each allowed tile; the norm is split into
+    as many parts as possible."""
     norm, residual = (made(*sizes, dtype=shape.dtype) for sizes in ((1,), (rows, shape.hidden)))
     parts = -(-shape.hidden // min(one.columns for one in table.SMALL_BATCH_TILES))
     normed = tuned_linear.DeferredNormRows(residual, made(rows, parts), 1e-6)
@@ -198,7 +199,7 @@ def _fuse_norms(ops: triton_ops.TritonOps, rows: int, shape: ModelShape) -> None
 def _chosen(
     ops: triton_ops.TritonOps, rows: int, outputs: int, inputs: int, gated: bool = False
 ) -> Iterator[tuned_linear.TunedLinear]:
-    """A layer for which each launch has been chosen in turn."""
+    """Yields a layer once for each launch, with that launch chosen."""
     layer = ops.linear(made(outputs, inputs, dtype=torch.bfloat16), None)
     assert isinstance(layer, tuned_linear.TunedLinear)
     tuned = ops.products.shapes[tuned_linear.ProductShape(outputs, inputs, torch.bfloat16)]
@@ -231,7 +232,7 @@ def _attend(capability: int, shape: ModelShape) -> None:
 
 
 def _attend_latents(capability: int, shape: ModelShape) -> None:
-    """Decodes whose keys are cut in parts, and a prompt."""
+    """Runs decodes whose keys are split into parts, and a prompt."""
     backend = attention.TritonBackend(divmod(capability, 10))
     width = shape.head_dim
     spec = KVSpec(1, width, 16, shape.dtype, META, shape.cache_dtype, shape.latent)
@@ -267,8 +268,8 @@ def _operate_with(ops: triton_ops.TritonOps, shape: ModelShape) -> None:
 
 
 def _multiply_float8(capability: tuple[int, int], shape: ModelShape) -> None:
-    """Weights in fp8 beside such a cache, a scale for each 128 inputs; rows are rounded where there
-    are instructions for it."""
+    """Multiplies fp8 weights with a scale for each 128 inputs, next to an fp8 cache; rows are
+    rounded on devices with instructions for it."""
     hidden = made(shape.tokens, shape.hidden, dtype=shape.dtype)
     values = made(shape.qkv_width, shape.hidden, dtype=torch.float8_e4m3fn)
     weight = Float8Weight(values, made(shape.qkv_width, shape.hidden // 128), 128)
@@ -286,7 +287,8 @@ def _tune_float8(
     rows: int,
     dependent_launches: DependentLaunches | None = None,
 ) -> None:
-    """A scale for each 128 inputs, and for all; the kernel takes no parts of those."""
+    """Tunes weights with a scale for each 128 inputs, and with one scale; the latter are not
+    split."""
     if shape.hidden % 128:
         return
     x = made(rows, shape.hidden, dtype=shape.dtype)
@@ -302,7 +304,7 @@ def _tune_float8(
 
 
 def _mix(capability: tuple[int, int], shape: ModelShape, experts: ExpertsConfig) -> None:
-    """One token, and as many as fill the tiles of each size."""
+    """Runs a mixture on one token, and on as many tokens as fill the tiles of each size."""
     sizes = [average * experts.count // experts.per_token for average in EXPERT_ROWS]
     for parts in mixtures(shape, experts):
         for deterministic in (False, True):
@@ -319,15 +321,15 @@ def _mix(capability: tuple[int, int], shape: ModelShape, experts: ExpertsConfig)
 def _adapt_experts(
     moe: triton_experts.GroupedMoe, sizes: Sequence[int], shape: ModelShape, config: ExpertsConfig
 ) -> None:
-    """Adapters of ranks up to 16 and 64."""
+    """Applies adapters of ranks up to 16 and up to 64 to experts."""
     for tokens, rank in product((1, *sizes), (16, 64)):
         lora = expert_lora(shape, config, tokens, rank)
         moe(made(tokens, shape.hidden, dtype=shape.dtype), lora)
 
 
 def _adapt(shape: ModelShape) -> None:
-    """Adapters of ranks up to 16 and 64 on the layer of most parts and on that of most inputs, for
-    few rows and for many."""
+    """Applies adapters of ranks up to 16 and up to 64, to the layer with most parts and to the one
+    with most inputs, for few rows and for many."""
     heads, kv = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
     for linear in (
         linear_shape(shape.hidden, {"q_proj": heads, "k_proj": kv, "v_proj": kv}, "self_attn"),

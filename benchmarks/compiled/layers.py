@@ -1,4 +1,4 @@
-"""A model's shape, and layers and inputs of it as tensors without memory."""
+"""Builds a model's shape, and its layers and inputs, as tensors without memory."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
@@ -28,9 +28,9 @@ from .packed_weights import mxfp4_experts, quantized_experts
 
 @dataclass(frozen=True, slots=True)
 class ModelShape:
-    """The part of a model's shape that kernels are compiled for. `tokens` prefill, `decodes`
-    decode; both with contexts of `context` keys. `latent` above 0: attention is over latents, whose
-    first `latent` elements are the values."""
+    """The part of a model's shape that kernels are compiled for. A step has `tokens` prompt tokens
+    and `decodes` decode rows, with contexts of `context` keys. `latent` above 0: attention is over
+    latents, whose first `latent` elements are the values."""
 
     hidden: int = 4096
     inner: int = 14336
@@ -97,7 +97,7 @@ def decode_inputs(sequences: int) -> DecodeInputs:
 def lora_rows(
     rows: int, slots: int, dtype: torch.dtype, dependent_launches: DependentLaunches | None = None
 ) -> tiles.TiledRows:
-    """Rows of a step that has only these, with adapters by turns."""
+    """The rows of a step in which sequences use the adapters in turn."""
     limits = LoRALimits(slots, rows, dtype.itemsize)
     products = tiles.TiledProducts(limits, _to_meta, dependent_launches=dependent_launches)
     return products.rows(np.arange(rows) % slots)
@@ -119,7 +119,7 @@ def expert_lora(shape: ModelShape, config: ExpertsConfig, tokens: int, rank: int
 
 
 def mixtures(shape: ModelShape, experts: ExpertsConfig) -> list[MixtureParts]:
-    """Mixtures with each layout of scales that the weights' format has."""
+    """Mixtures with each layout of scales that the weights' format allows."""
     groups = (None,) if shape.cache_dtype is None else (128, None)
     found = [_mixture(shape, experts, group) for group in groups]
     if shape.weight_bits < 16:
@@ -136,8 +136,11 @@ def mixtures(shape: ModelShape, experts: ExpertsConfig) -> list[MixtureParts]:
 
 
 def _mixture(shape: ModelShape, experts: ExpertsConfig, group: int | None) -> MixtureParts:
-    """A mixture; with an fp8 cache its weights are fp8, with a scale for each `group` inputs of an
-    output, or for all of them."""
+    """A mixture.
+
+    With an fp8 cache its weights are fp8, with a scale for each `group` inputs, or one for all
+    inputs.
+    """
 
     def weight(*sizes: int) -> torch.Tensor:
         return made(*sizes, dtype=shape.dtype)

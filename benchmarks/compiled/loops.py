@@ -1,8 +1,8 @@
 """Estimates the cost of a compiled kernel's loops from its machine code, without a device.
 
-Instructions are those of one warp and one iteration. Clocks are those of a part of a multiprocessor
-if nothing ever waited: bounds, which no device reaches. Rates are those of compute capability 9.0
-in CUDA's programming guide; `mma` reaches less there than `wgmma`, for which `tensor` is.
+Instructions are those of one warp and one iteration. Clocks are those of a quarter of a
+multiprocessor that never waits: a lower bound. Rates are those of compute capability 9.0 in CUDA's
+programming guide; `mma` reaches less there than `wgmma`, for which `tensor` is.
 """
 
 import re
@@ -15,15 +15,15 @@ from pathlib import Path
 
 import triton
 
-# Bytes a clock that memory gives one multiprocessor: 4.3 TB/s over 132 at 1.75 GHz (H200).
+# Bytes per clock that memory delivers to one multiprocessor: 4.3 TB/s over 132 at 1.75 GHz (H200).
 MEMORY_BYTES = 18.6
-# Shared memory's, of a multiprocessor.
+# Bytes per clock that a multiprocessor's shared memory delivers.
 SHARED_BYTES = 128
 SCHEDULERS = 4
 WARP = 32
-# Products of two bytes each that a quarter of a multiprocessor takes a clock.
+# Products of two-byte elements that a quarter of a multiprocessor computes per clock.
 TENSOR_RATE = 512
-# (kind, opcodes), the first that matches.
+# (kind, opcodes); the first match counts.
 KINDS = (
     ("tensor", r"[HIQB]G?MMA"),
     ("copy", r"LDGSTS|UTMA|UBLK"),
@@ -37,7 +37,7 @@ KINDS = (
     ("uniform", r"U[A-Z]|R2UR|S2UR|VOTE"),
     ("integer", r"[A-Z]"),
 )
-# Threads a clock and multiprocessor, where not all of them.
+# Threads per clock and multiprocessor, for instructions that not all threads can execute at once.
 LANES = (
     (r"MUFU", 16),
     (r"F2|I2F|PRMT|FMNMX|FSEL|FSET|I[A-Z]|LOP|SHF|LEA|SEL|VI|PLOP|SGXT", 64),
@@ -46,7 +46,10 @@ LANES = (
 
 @dataclass(frozen=True, slots=True)
 class Instruction:
-    """`target` is the address that a branch jumps to; None for all else."""
+    """An instruction.
+
+    `target` is the address that a branch jumps to; None for other instructions.
+    """
 
     address: int
     opcode: str
@@ -66,7 +69,7 @@ class Instruction:
 
     @property
     def products(self) -> int:
-        """Multiplications and additions of a warp, counted as if their elements had two bytes."""
+        """Multiplications and additions of a warp, counted as if elements had two bytes."""
         if wide := re.search(r"GMMA\.(\d+)x(\d+)x(\d+)", self.opcode):
             made = int(wide[1]) * int(wide[2]) * int(wide[3]) // SCHEDULERS
         elif small := re.search(r"MMA\.(16)(8)(\d+)", self.opcode):
@@ -84,9 +87,9 @@ class Instruction:
 
 @dataclass(frozen=True, slots=True)
 class Loop:
-    """An innermost loop: a warp's instructions by kind and its barriers; of an iteration of the
-    whole program the bytes `loaded` and the clocks of a multiprocessor's schedulers (`issue`), of
-    its busiest arithmetic, its tensor cores and its shared memory."""
+    """An innermost loop: one warp's instructions by kind, and its barriers. For an iteration of all
+    warps: the bytes `loaded`, and the clocks of a multiprocessor's schedulers (`issue`), of its
+    busiest arithmetic units, its tensor cores and its shared memory."""
 
     instructions: int
     kinds: dict[str, int]
@@ -99,18 +102,19 @@ class Loop:
 
     @property
     def memory(self) -> float:
-        """Clocks in which memory gives what is loaded."""
+        """The clocks that memory needs to deliver what is loaded."""
         return self.loaded / MEMORY_BYTES
 
     @property
     def share(self) -> float:
-        """Clocks of the busiest part for each of memory's; near 1 memory would wait for it."""
+        """The clocks of the busiest unit relative to those of memory; near 1, memory would wait for
+        it."""
         busiest = max(self.issue, self.arithmetic, self.tensor, self.shared)
         return busiest / self.memory if self.loaded else 0.0
 
 
 def loops(cubin: bytes, warps: int) -> list[Loop]:
-    """The loops of a kernel whose programs have `warps` warps."""
+    """The innermost loops of a kernel whose programs have `warps` warps."""
     return loops_of(disassemble(cubin), warps)
 
 
@@ -148,7 +152,7 @@ def loop(body: Sequence[Instruction], warps: int) -> Loop:
 
 
 def _loaded(one: Instruction) -> int:
-    """Bytes of a thread out of global memory."""
+    """The bytes that a thread loads from global memory."""
     return one.thread_bytes if re.match(r"LDG(?!DEP)", one.opcode) else 0
 
 
@@ -166,7 +170,7 @@ LINE = re.compile(r"/\*([0-9a-f]{4,})\*/\s+(?:@!?U?P\w+\s+)?([A-Z][\w.]*)(.*)")
 
 
 def parse(listing: str) -> Iterator[Instruction]:
-    """Returns the output of nvdisasm."""
+    """Parses the output of nvdisasm."""
     labels: dict[str, int] = {}
     pending: list[str] = []
     found: list[tuple[int, str, str]] = []
@@ -183,7 +187,7 @@ def parse(listing: str) -> Iterator[Instruction]:
 
 
 def describe_loop(one: Loop) -> str:
-    """A line without its end."""
+    """Describes a loop in one line."""
     shown = " ".join(f"{kind} {one.kinds[kind]}" for kind, _ in KINDS if kind in one.kinds)
     return (
         f"{one.instructions:4} instructions, {one.barriers} barriers, {one.loaded:6} bytes; "

@@ -1,6 +1,5 @@
-"""Tensors without memory: torch's meta tensors raise if the host asks for their numbers, and so
-does a launch that needs one.
-"""
+"""Makes tensors without memory: torch's meta tensors raise if the host reads their values, and so
+does a launch that needs one."""
 
 import torch
 

@@ -24,9 +24,9 @@ def multiply_packed(
     dtype: torch.dtype,
     dependent_launches: DependentLaunches | None = None,
 ) -> None:
-    """Multiplies by weights [out, in] = `sizes`, with a scale for each 128 inputs or for all, with
-    and without zero points: few rows, as many as a tile has, and rows for which the whole weight is
-    dequantised."""
+    """Multiplies by weights [out, in] = `sizes`, with a scale for each 128 inputs or one for all,
+    with and without zero points. Row counts: a few, a full tile, and so many that the whole weight
+    is dequantised."""
     outputs, inputs = sizes
     for group, symmetric in ((GROUP, True), (GROUP, False), (0, True)):
         packed = _packed(outputs, inputs, bits, group, symmetric)
@@ -47,7 +47,7 @@ def tune_packed(sizes: tuple[int, int], bits: int, dtype: torch.dtype) -> None:
 
 
 def quantized_experts(hidden: int, config: ExpertsConfig, bits: int) -> list[ExpertWeights]:
-    """Experts with zero points, and without."""
+    """Experts with zero points, and experts without."""
     inner = config.intermediate_size
     return [
         ExpertWeights(

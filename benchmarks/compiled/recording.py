@@ -1,4 +1,4 @@
-"""Records what of this project's kernels is launched, in place of launching it."""
+"""Records the launches of this project's kernels instead of launching them."""
 
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
@@ -55,7 +55,7 @@ class _Recorder:
 
 
 def record(run: Callable[[], object]) -> list[KernelLaunch]:
-    """The launches of this project's kernels by `run`."""
+    """Runs `run` and returns the launches of this project's kernels."""
     found: list[KernelLaunch] = []
     with ExitStack() as stack:
         for module, name in _kernels():

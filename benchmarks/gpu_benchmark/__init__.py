@@ -1,1 +1,1 @@
-"""One GPU, measured part by part, each part in a process of its own: see benchmarks/gpu.py."""
+"""Measures one GPU part by part, each part in its own process: see benchmarks/gpu.py."""

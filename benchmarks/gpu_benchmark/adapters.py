@@ -1,4 +1,4 @@
-"""LoRA adapters of random numbers, as PEFT saves them, for the shapes that gpu.py measures."""
+"""Writes LoRA adapters with random values in PEFT's format, for the shapes that gpu.py measures."""
 
 import json
 from pathlib import Path
@@ -12,8 +12,10 @@ ALPHA = 16
 
 
 def write_adapters(folder: Path, shape: Shape, count: int, rank: int) -> dict[str, str]:
-    """Folders of `count` adapters on all linear layers, by name. All have the same matrices, in one
-    file: nothing that is measured depends on the numbers."""
+    """Writes folders of `count` adapters on all linear layers; returns them by name.
+
+    All share one file of matrices, since the values do not affect the measurements.
+    """
     weights = folder / "adapter_model.safetensors"
     save_file(_matrices(shape, rank), weights)
     config = {

@@ -1,5 +1,5 @@
-"""The checks of gpu.py: tokens that must be equal, attention beside the reference, profiles kernel
-by kernel, and the project's own tests."""
+"""The checks of gpu.py: equal tokens, attention against the reference, profiles of single kernels,
+and the project's own tests."""
 
 import gc
 from collections.abc import Mapping
@@ -19,13 +19,14 @@ from .task import PROFILED, Report, Task
 
 
 def measure_deterministic(task: Task, report: Report) -> None:
-    """Measures the cost of `deterministic` and checks it: some requests alone and among others."""
+    """Measures the cost of `deterministic`, and checks it with requests that run alone and among
+    others."""
     bench = task.bench(deterministic=True)
     jobs = conversations(task.sizes.max_num_seqs, task.shape.vocab, task.sizes.longest // 4)
     together = in_order(bench.serve(jobs)[1])
     alone = [in_order(bench.serve([job])[1])[0] for job in jobs[:4]]
     equal = sum(one == other for one, other in zip(alone, together, strict=False))
-    report("deterministic, equal alone and in a crowd", value=equal, unit=f"of {len(alone)}")
+    report("deterministic, equal alone and among others", value=equal, unit=f"of {len(alone)}")
     for batch, context, _ in task.sizes.decodes[:2]:
         bench.decoding(batch, context, task.sizes.steps + 8)
         bench.step_seconds(4)
@@ -43,8 +44,11 @@ def in_order(tokens: Mapping[str, list[int]]) -> list[list[int]]:
 
 
 def measure_equality(task: Task, report: Report) -> None:
-    """Greedy tokens with and without graphs, with and without asynchronous steps. A graph pads its
-    batch, for which cuBLAS may round otherwise: equal they must be in deterministic mode."""
+    """Compares greedy tokens with and without graphs, and with and without asynchronous steps.
+
+    A graph pads its batch, for which cuBLAS may round differently, so tokens must be equal only in
+    deterministic mode.
+    """
     jobs = conversations(task.sizes.max_num_seqs, task.shape.vocab, min(64, task.sizes.longest))
     compare_kinds(task, report, jobs, deterministic=True)
     compare_kinds(task, report, jobs, deterministic=False)
@@ -80,7 +84,7 @@ def _triton() -> AttentionBackend:
 
 
 def measure_kernels(task: Task, report: Report) -> None:
-    """Attention with the shapes that models have, beside the reference."""
+    """Compares attention with the reference, for the shapes of real models."""
     device = torch.device(task.sizes.device)
     make = _triton if device.type == "cuda" else ReferenceBackend
     for name, case in model_attention.SHAPES.items():
@@ -97,7 +101,7 @@ def measure_kernels(task: Task, report: Report) -> None:
 
 
 def measure_profile(task: Task, report: Report) -> None:
-    """Decode steps kernel by kernel, in files beside their traces."""
+    """Profiles decode steps kernel by kernel, and writes the tables next to their traces."""
     bench = task.bench()
     for batch, context, _ in task.sizes.decodes:
         bench.decoding(batch, context, PROFILED + 12)
@@ -112,7 +116,7 @@ def measure_profile(task: Task, report: Report) -> None:
 
 
 def measure_tests(task: Task, report: Report) -> None:
-    from . import tests  # needs pytest, and all else does not
+    from . import tests  # needs pytest, which the other checks do not
 
     tests.run_tests("tests", tests.marked(), task.work, report)
 

@@ -27,14 +27,15 @@ Event = tuple[float, float, str]  # (begin and end in microseconds, name)
 
 @dataclass(frozen=True)
 class WatchedStep:
-    """A step that was submitted at `begun`, in seconds, with runs (tokens, keys at their end)."""
+    """A step submitted at `begun` (seconds), with its runs (tokens, number of keys at their
+    end)."""
 
     begun: float
     runs: list[tuple[int, int]]
 
     @property
     def kind(self) -> str:
-        """What may decide how long it takes."""
+        """The kind of step, by what determines its duration."""
         prompts = sum(tokens for tokens, _ in self.runs if tokens > 1)
         if prompts:
             return "prompts, " + ("more tokens" if prompts > 768 else "up to 768 tokens")
@@ -43,7 +44,7 @@ class WatchedStep:
 
 
 class Bench:
-    """An engine on `device`, made once and used for one workload after the other."""
+    """An engine on `device`, built once and used for several workloads."""
 
     def __init__(self, folder: Path, shape: Shape, device: str, **options: Any) -> None:
         folder.mkdir(parents=True, exist_ok=True)
@@ -92,7 +93,7 @@ class Bench:
         return [rng.randrange(10, self.shape.vocab) for _ in range(length)]
 
     def finish(self) -> dict[str, list[int]]:
-        """Steps until nothing is left to do: tokens by request."""
+        """Runs steps until all requests have ended; returns tokens by request."""
         tokens: dict[str, list[int]] = {}
         while self.engine.has_work:
             for output in self.engine.step():
@@ -100,7 +101,7 @@ class Bench:
         return tokens
 
     def serve(self, jobs: Iterable[Job]) -> tuple[float, dict[str, list[int]]]:
-        """Seconds for all jobs, added at once, and their tokens."""
+        """Runs all jobs, added at once; returns the seconds and their tokens."""
         for job in jobs:
             self.add(job.prompt, job.output)
         self.synchronize()
@@ -111,7 +112,7 @@ class Bench:
 
     @contextmanager
     def watched(self) -> Iterator[list[WatchedStep]]:
-        """Notes each step that is submitted within the block, and when."""
+        """Records each step that is submitted within the block, with its time."""
         found: list[WatchedStep] = []
 
         def noting(run: Callable[[SchedulerOutput], object]) -> Callable[[SchedulerOutput], object]:
@@ -135,8 +136,10 @@ class Bench:
     def decoding(
         self, batch: int, context: int, steps: int, adapters: Sequence[str | None] = (None,)
     ) -> None:
-        """Brings `batch` sequences to `context` keys, from where they can take `steps` more. The
-        adapters are given to them in turn."""
+        """Brings `batch` sequences to `context` keys, such that they can take `steps` more steps.
+
+        Sequences get the adapters in turn.
+        """
         # The first sequences decode while the prompts of the others are computed.
         meanwhile = batch * context // self.config.max_num_batched_tokens
         for place in range(batch):
@@ -151,7 +154,7 @@ class Bench:
         return any(len(one.token_ids) <= one.prompt_length for one in self.engine.running())
 
     def step_seconds(self, steps: int) -> float:
-        """Average seconds of one step, with everything that the host does."""
+        """Average seconds of one step, including all work of the host."""
         self.synchronize()
         begun = time.perf_counter()
         for _ in range(steps):
@@ -165,8 +168,8 @@ class Bench:
         self.finish()
 
     def profile(self, steps: int, trace: Path) -> list[Event]:
-        """Profiles the device in some steps, after one that finds it idle; writes `trace` for
-        chrome://tracing or Perfetto."""
+        """Profiles the device during some steps, after a step that finds it idle; writes `trace`
+        for chrome://tracing or Perfetto."""
         on_gpu = self.device.type == "cuda"
         kinds = [torch.profiler.ProfilerActivity.CPU]
         kinds += [torch.profiler.ProfilerActivity.CUDA] if on_gpu else []
@@ -181,8 +184,8 @@ class Bench:
 
 
 def device_events(trace: dict[str, Any], on_gpu: bool) -> list[Event]:
-    """Kernels and copies (on CPUs operators) of a Chrome trace, in the order in which they
-    began."""
+    """The kernels and copies (on CPUs, operators) of a Chrome trace, in order of their
+    beginning."""
     wanted = {"kernel", "gpu_memcpy", "gpu_memset"} if on_gpu else {"cpu_op"}
     found = [
         (float(one["ts"]), float(one["ts"]) + float(one["dur"]), str(one["name"]))
@@ -193,7 +196,7 @@ def device_events(trace: dict[str, Any], on_gpu: bool) -> list[Event]:
 
 
 def idle_gaps(events: list[Event]) -> list[float]:
-    """Microseconds in which nothing ran, between the first event and the last, longest first."""
+    """Idle times in microseconds between the first event and the last, longest first."""
     gaps: list[float] = []
     end = events[0][1] if events else 0.0
     for begin, stop, _ in events:
@@ -204,7 +207,7 @@ def idle_gaps(events: list[Event]) -> list[float]:
 
 
 def heaviest(events: list[Event], count: int = 12) -> list[dict[str, Any]]:
-    """The kernels that took most time, with their number and microseconds."""
+    """The kernels with the most total time, with their number of calls and microseconds."""
     sums: dict[str, list[float]] = {}
     for begin, end, name in events:
         entry = sums.setdefault(name[:80], [0.0, 0.0])
@@ -214,7 +217,7 @@ def heaviest(events: list[Event], count: int = 12) -> list[dict[str, Any]]:
     return [{"kernel": name, "us": us, "calls": int(calls)} for name, (us, calls) in ranked]
 
 
-# A kernel is of the first kind of which its name contains a part. cuBLAS uses many names.
+# A kernel's kind is the first one with a matching part of its name. cuBLAS uses many names.
 KINDS = {
     "attention": ("decode_kernel", "merge_kernel", "prefill_kernel", "flash", "attention"),
     "products": (
@@ -232,7 +235,7 @@ def kind(kernel: str) -> str:
 
 
 def by_kind(events: list[Event], steps: int) -> dict[str, float]:
-    """Microseconds of each step by kind of kernel, and microseconds in which no kernel ran."""
+    """Microseconds of a step by kind of kernel, and the microseconds in which no kernel ran."""
     sums = dict.fromkeys((*KINDS, OTHER), 0.0)
     for begin, end, name in events:
         sums[kind(name)] += (end - begin) / steps
@@ -241,7 +244,7 @@ def by_kind(events: list[Event], steps: int) -> dict[str, float]:
 
 
 def timeline(events: list[Event], steps: int) -> list[str]:
-    """The parts of a step's time, then the kernels of the last step in their order."""
+    """Lines with the parts of a step's time, then with the kernels of the last step in order."""
     whole = sum(end - begin for begin, end, _ in events) or 1.0
     lines = ["us a step  calls  share  kernel"]
     for one in heaviest(events, 40):
@@ -256,7 +259,7 @@ def timeline(events: list[Event], steps: int) -> list[str]:
 
 
 def best_seconds(run: Callable[[], object], device: torch.device, rounds: int) -> float:
-    """The shortest of some rounds, by events on a GPU's own clock."""
+    """The shortest time of some rounds, measured on a GPU by its own clock."""
     run()
     return min(_timed(run, device) for _ in range(rounds))
 

@@ -31,7 +31,7 @@ PARTS: Mapping[str, Callable[[Task, Report], None]] = {
     "tests": checks.measure_tests,
     "compiled": checks.measure_compiled_tests,
 }
-# Engine options by the kind of try: all features; no autotuning; neither CUDA graphs nor async
+# Engine options for each kind of try: all features; no autotuning; neither CUDA graphs nor async
 # scheduling.
 WHOLE, UNTUNED, SAFE = "whole", "untuned", "safe"
 TRIES: Mapping[str, Mapping[str, Any]] = {
@@ -73,7 +73,7 @@ def log_to_stderr() -> None:
 
 
 def run_part(part: Part, sizes: str) -> None:
-    """Runs a part in this process, which ends with it."""
+    """Runs a part in this process, then ends the process."""
     log_to_stderr()
     faulthandler.enable()
     # A copy of stderr, since pytest captures what is written to sys.stderr.
@@ -81,7 +81,7 @@ def run_part(part: Part, sizes: str) -> None:
     if sizes == "tiny":
         torch.set_num_threads(1)
     measure_part(part, SIZES[sizes])
-    os._exit(0)  # transformers' manager has a thread that would keep the process
+    os._exit(0)  # a thread of transformers' manager would keep the process alive
 
 
 def measure_part(part: Part, sizes: Sizes) -> None:

@@ -1,4 +1,5 @@
-"""transformers on the same device and shape, for gpu.py: continuous batching and static batches."""
+"""Runs transformers on the same device and shape, for gpu.py: continuous batching and static
+batches."""
 
 import time
 from collections.abc import Mapping
@@ -13,7 +14,7 @@ STATIC_BATCH = 16
 
 
 def load(folder: Path, device: str) -> Any:
-    """A model of the folder's config.json with weights made on the device."""
+    """A model by the folder's config.json, with weights created on the device."""
     import transformers
 
     torch.set_grad_enabled(False)
@@ -24,8 +25,8 @@ def load(folder: Path, device: str) -> Any:
 
 
 def static_batches(model: Any, jobs: list[Job], device: str, limit: float) -> tuple[int, float]:
-    """Runs batches of STATIC_BATCH until `limit`; returns the requested tokens made, and
-    seconds."""
+    """Runs batches of STATIC_BATCH until `limit`; returns the number of requested tokens generated,
+    and the seconds."""
     made, begun = 0, time.perf_counter()
     for start in range(0, len(jobs), STATIC_BATCH):
         batch = jobs[start : start + STATIC_BATCH]
@@ -64,7 +65,7 @@ def _cache_options(options: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _hints(jobs: list[Job]) -> dict[str, Any]:
-    """Hints by which newer versions of transformers size their cache."""
+    """Hints from which newer versions of transformers derive the size of their cache."""
     try:
         from transformers.generation.continuous_batching.utils import WorkloadHints
     except ImportError:
@@ -97,7 +98,7 @@ def continuous(
     )
     manager.start()
     try:
-        # Its cache is made, and its kernels are compiled, when the first request has come.
+        # Its cache is allocated, and its kernels are compiled, when the first request arrives.
         _collect(manager, [Job(jobs[0].prompt, 2)], 2 * limit)
         return _collect(manager, jobs, limit)
     finally:
@@ -105,8 +106,8 @@ def continuous(
 
 
 def _collect(manager: Any, jobs: list[Job], limit: float) -> tuple[int, float]:
-    """Runs the jobs for at most `limit` seconds; returns the tokens, of unfinished requests too,
-    and the seconds."""
+    """Runs the jobs for at most `limit` seconds; returns the tokens, including those of unfinished
+    requests, and the seconds."""
     begun, made, finished = time.perf_counter(), dict[str, int](), 0
     for job in jobs:
         manager.add_request(job.prompt, max_new_tokens=job.output, streaming=True)

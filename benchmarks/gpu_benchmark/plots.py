@@ -9,7 +9,7 @@ from typing import Any
 from .table import Result
 
 STEP = "decode step, batch "
-# Kinds of kernels, as the module `engine` distinguishes them, in the order of drawing.
+# Kinds of kernels, named as in the module `engine`, in the order of drawing.
 COLOURS = {
     "products": "#4878a8", "attention": "#6aa56a", "sampling": "#c9a23f", "all else": "#a06a9c",
     "nothing": "#d0d0d0",
@@ -51,7 +51,7 @@ def _draw_shares(axes: Any, shares: Sequence[Result]) -> None:
 
 
 def _steps(found: Sequence[Result]) -> dict[str, dict[str, float]]:
-    """Microseconds by kind of kernel, of each decode step that was profiled."""
+    """The microseconds of each profiled decode step by kind of kernel."""
     steps: dict[str, dict[str, float]] = {}
     for one in found:
         if one["part"] == "steps" and one["what"].startswith(STEP):

@@ -1,7 +1,7 @@
 """Runs one part of gpu.py in a process of its own; ends it if it reports nothing for too long.
 
-A kernel that never ends cannot be interrupted from Python, and a process that is killed while the
-driver waits may not end at once. After a limit nothing here waits for long.
+Python cannot interrupt a kernel that hangs, and a killed process may not end while the driver
+waits. So no wait here is unbounded.
 """
 
 import os
@@ -14,18 +14,18 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-# Makes a part print its stack: parts register faulthandler for this signal.
+# This signal makes a part print its stack: parts register faulthandler for it.
 WHERE = signal.SIGUSR1
 POLL = 0.2
 TOLD, THREAD = "most recent call first", re.compile("^(?:Current t|T)hread 0x.*$", re.MULTILINE)
-# Limits: until the stack begins, until no more of it comes, and until a killed process is gone.
+# Time limits: until the stack trace begins, until it has ended, and until a killed process is gone.
 TELL_SECONDS, STEADY_SECONDS, KILL_SECONDS = 3.0, 0.5, 10.0
 FAILED, SILENT, LATE = "ended with", "said nothing for", "cut short after"
 
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """Seconds in all, and between two results or lines of the log."""
+    """Limits in seconds: of the whole run, and between two results or log lines."""
 
     seconds: float
     silence: float
@@ -38,7 +38,10 @@ def run_process(
     limits: Limits,
     count: Callable[[], int],
 ) -> str | None:
-    """Returns what went wrong, if anything. `count` returns the number of results so far."""
+    """Runs the command and returns the problem, if any.
+
+    `count` returns the number of results so far.
+    """
     with log.open("wb") as file:
         process = subprocess.Popen(
             command, stdout=file, stderr=subprocess.STDOUT, env=environment, start_new_session=True
@@ -54,7 +57,8 @@ def run_process(
 def _watch(
     process: "subprocess.Popen[bytes]", limits: Limits, heard: Callable[[], object]
 ) -> str | None:
-    """Waits until the process ends, and returns None, or until a limit, and returns which."""
+    """Waits for the process to end or a limit to pass; returns the limit, or None if the process
+    ended."""
     begun = last = time.monotonic()
     seen = heard()
     while True:
@@ -81,7 +85,7 @@ def _end(process: "subprocess.Popen[bytes]", log: Path) -> None:
 
 
 def _listen(process: "subprocess.Popen[bytes]", log: Path) -> None:
-    """Waits until the process has printed where it is, or for TELL_SECONDS."""
+    """Waits until the process has printed its stack, or for TELL_SECONDS."""
     asked = time.monotonic()
     size, since = -1, asked
     while process.poll() is None:
@@ -95,8 +99,8 @@ def _listen(process: "subprocess.Popen[bytes]", log: Path) -> None:
 
 
 def _where(log: Path) -> str:
-    """The last line of the log, then the innermost lines of the main thread, if faulthandler has
-    printed them."""
+    """The last line of the log, followed by the innermost stack frames of the main thread, if
+    faulthandler has printed them."""
     said, *threads = THREAD.split(log.read_text(errors="replace"))
     last = said.strip().rpartition("\n")[2][-250:]
     lines = map(str.strip, threads[-1].splitlines() if threads else [])

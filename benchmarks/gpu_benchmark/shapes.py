@@ -1,12 +1,12 @@
-"""Shapes of the models that gpu.py measures, and the least time that a step of theirs can take."""
+"""Shapes of the models that gpu.py measures, and the roofline time of their steps."""
 
 import math
 import random
 from dataclasses import dataclass, replace
 from typing import Any
 
-# Bytes of a weight of a linear layer: fp8 with a scale for each output, which is next to nothing;
-# 4 bits with a float16 scale and a zero point of 4 bits for each group.
+# Bytes per weight of a linear layer. fp8 has a scale for each output, which is negligible; 4-bit
+# weights have a float16 scale and a 4-bit zero point for each group.
 GROUP = 128
 WEIGHT_BYTES = {"": 2.0, "fp8": 1.0, "gptq": 0.5 + 2.5 / GROUP}
 
@@ -14,8 +14,9 @@ WEIGHT_BYTES = {"": 2.0, "fp8": 1.0, "gptq": 0.5 + 2.5 / GROUP}
 @dataclass(frozen=True)
 class Shape:
     """A Llama in bfloat16 with random weights; `context` is its max_position_embeddings. With
-    `experts` above 0 it is a mixture, each expert with `inner`; a token takes `chosen` of them.
-    Linear layers may be quantised: fp8, or gptq with 4 bits. A `variant` is measured in few sizes.
+    `experts` above 0 it is a mixture of experts of size `inner`; each token uses `chosen` of them.
+    Linear layers may be quantised to fp8 or to 4 bits (gptq). A `variant` is measured with fewer
+    sizes.
     """
 
     hidden: int
@@ -37,7 +38,7 @@ class Shape:
         return {"quantization": "fp8"} if self.quantization == "fp8" else {}
 
     def config(self) -> dict[str, Any]:
-        """Its config.json."""
+        """The model's config.json."""
         return {
             "architectures": ["LlamaForCausalLM"],
             "model_type": "llama",
@@ -80,7 +81,7 @@ class Shape:
 
     @property
     def layer_weights(self) -> int:
-        """Weights that each token is multiplied with, the head's not among them."""
+        """The number of weights that each token is multiplied with, without the head's."""
         return self._layer_weights(self.chosen)
 
     def _layer_weights(self, experts: float) -> int:
@@ -89,9 +90,9 @@ class Shape:
         return round(self.layers * (attention + experts * 3 * self.hidden * self.inner))
 
     def step_bytes(self, tokens: int = 1) -> int:
-        """Bytes of weights that a step of `tokens` tokens reads: all, but of the embeddings only
-        some rows. Of a mixture it reads the experts that any token takes, if all are taken equally
-        often."""
+        """Bytes of weights that a step of `tokens` tokens reads: all, except that only some rows of
+        the embeddings are read. Of a mixture, it reads the experts that any token uses, if all
+        experts are equally likely."""
         left_out = (1 - self.chosen / self.experts) ** tokens if self.experts else 0.0
         read = self._layer_weights(max(1, self.experts) * (1 - left_out))
         return round(WEIGHT_BYTES[self.quantization] * read) + 2 * self.vocab * self.hidden
@@ -121,13 +122,14 @@ SHAPES = {
 
 @dataclass(frozen=True)
 class Roofs:
-    """The speed of the device: bytes read and written a second, and operations a second."""
+    """The speed of the device: bytes read and written per second, and operations per second."""
 
     bandwidth: float
     products: float
 
     def decode(self, shape: Shape, batch: int, context: int) -> dict[str, float]:
-        """Microseconds of a decode step's kinds of kernels, if they only read, or only multiply."""
+        """The microseconds of each kind of kernel in a decode step, if it only reads or only
+        multiplies."""
         operations = 2.0 * batch * (shape.layer_weights + shape.vocab * shape.hidden)
         read = shape.step_bytes(batch)
         weights = max(read / self.bandwidth, operations / self.products)
@@ -135,7 +137,8 @@ class Roofs:
         return {"products": weights * 1e6, "attention": keys * 1e6}
 
     def step(self, shape: Shape, runs: list[tuple[int, int]], sampled: int) -> float:
-        """Seconds that a step takes at least: of each run (tokens computed, keys at its end)."""
+        """The least seconds that a step with these runs (tokens, number of keys at their end) can
+        take."""
         tokens = sum(new for new, _ in runs)
         read = shape.step_bytes(tokens) + sum(keys for _, keys in runs) * shape.kv_bytes
         operations = 2.0 * (tokens * shape.layer_weights + sampled * shape.vocab * shape.hidden)
@@ -144,7 +147,7 @@ class Roofs:
 
 
 def attention_operations(shape: Shape, new: int, keys: int) -> float:
-    """Operations for the last `new` of `keys` positions; each sees the keys up to its own."""
+    """The number of operations for the last `new` of `keys` positions under causal masking."""
     pairs = new * keys - new * (new - 1) / 2
     return 4.0 * shape.layers * shape.heads * shape.head_dim * pairs
 
@@ -156,7 +159,7 @@ class Job:
 
 
 def conversations(count: int, vocab: int, longest: int) -> list[Job]:
-    """Lengths like ShareGPT's: prompts of about 220 and outputs of about 200 tokens on average,
+    """Lengths similar to ShareGPT: prompts of about 220 and outputs of about 200 tokens on average,
     both with long tails."""
     rng = random.Random(0)
 
@@ -172,10 +175,10 @@ def conversations(count: int, vocab: int, longest: int) -> list[Job]:
 def predicted_seconds(
     shape: Shape, roofs: Roofs, jobs: list[Job], max_num_seqs: int, budget: int
 ) -> float:
-    """The time that the rooflines allow for all jobs, batched continuously: a decode for each
-    running sequence, and prompts into what is left of each step's tokens."""
+    """The roofline time of all jobs with continuous batching: each step has a decode of each
+    running sequence, and fills the rest of its tokens with prompts."""
     waiting = [(len(job.prompt), job.output) for job in jobs][::-1]
-    running: list[tuple[int, int]] = []  # (keys, tokens still to come)
+    running: list[tuple[int, int]] = []  # (keys, tokens still to generate)
     seconds, part = 0.0, 0
     while waiting or running:
         runs = [(1, keys + 1) for keys, _ in running]

@@ -1,4 +1,4 @@
-"""The amounts that gpu.py measures: in full on a GPU, or in seconds on a GPU or a CPU."""
+"""The workload sizes of gpu.py: full on a GPU, or small enough for seconds on a GPU or a CPU."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -7,7 +7,7 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Sizes:
-    """The amounts to measure: in full on a GPU, or tiny, to check that everything runs.
+    """Workload sizes: full on a GPU, or tiny, to check that everything runs.
 
     `decodes` are (batch, context, goal), `few_decodes` those of variants of a model, `prefills`
     (prompts, length), `lora` (batch, context, adapters, rank).
@@ -70,7 +70,7 @@ TINY = Sizes(
     engine={"num_blocks": 256},
     model_shapes=False,
 )
-# Everything with tiny models, on a GPU or what stands in for one.
+# All parts with tiny models, on a GPU or a stand-in for one.
 SMALL = replace(
     TINY, device="cuda", engine={"num_blocks": 256, "attention_backend": "triton"},
     peer={"num_blocks": 64, "max_batch_tokens": 64},

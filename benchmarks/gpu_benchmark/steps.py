@@ -1,5 +1,5 @@
 """The speed measurements of gpu.py: the device's rooflines, then single steps, adapters and whole
-workloads, each beside what the roofs allow."""
+workloads, each compared with its roofline."""
 
 import json
 import platform
@@ -20,7 +20,7 @@ from .sizes import Sizes
 from .table import ROOFS
 from .task import BUDGET, PROFILED, Report, Task
 
-# Launches in a recording of kernels that do next to nothing.
+# Launches in a captured graph of kernels that do almost nothing.
 EMPTY_LAUNCHES = 256
 TUNED = "tuned: "
 
@@ -38,7 +38,7 @@ def measure_roofs(task: Task, report: Report) -> None:
 
 
 def copy_bandwidth(sizes: Sizes, device: torch.device) -> float:
-    """Bytes a second, read and written together."""
+    """Bytes per second, reads and writes together."""
     source = torch.randn(sizes.copy_bytes // 2, dtype=torch.bfloat16, device=device)
     target = torch.empty_like(source)
     seconds = best_seconds(lambda: target.copy_(source), device, sizes.rounds)
@@ -46,7 +46,7 @@ def copy_bandwidth(sizes: Sizes, device: torch.device) -> float:
 
 
 def product_rate(sizes: Sizes, device: torch.device) -> float:
-    """Operations a second of a large square product."""
+    """Operations per second of a large square matrix product."""
     square = (sizes.square, sizes.square)
     left, right = (torch.randn(square, device=device).bfloat16() for _ in range(2))
     seconds = best_seconds(lambda: left @ right, device, sizes.rounds)
@@ -54,8 +54,7 @@ def product_rate(sizes: Sizes, device: torch.device) -> float:
 
 
 def launch_seconds() -> float:
-    """Seconds from one kernel of one element to the next, in a graph: the cost of a launch without
-    its work."""
+    """Seconds between two kernels of one element in a graph: the cost of a launch alone."""
     number = torch.zeros(1, device="cuda")
     make_graph: Any = torch.cuda.CUDAGraph
     record: Any = torch.cuda.graph
@@ -79,7 +78,7 @@ def versions(device: torch.device) -> dict[str, str]:
 
 
 def measure_steps(task: Task, report: Report) -> None:
-    """Decodes, prefills, and a profile of some decode steps."""
+    """Measures decodes, prefills, and a profile of some decode steps."""
     sizes = task.sizes
     decodes = sizes.few_decodes if task.shape.variant else sizes.decodes
     widest = max(batch for batch, _, _ in decodes)
@@ -138,7 +137,7 @@ def profile_decode(task: Task, bench: Bench, report: Report, batch: int, context
 def report_kinds(
     task: Task, report: Report, batch: int, context: int, kinds: Mapping[str, float]
 ) -> None:
-    """The time of a decode step over its roofline, by kinds of kernels."""
+    """Reports a decode step's time by kind of kernel, relative to its roofline."""
     floors = task.roofs.decode(task.shape, batch, context)
     for name, micros in kinds.items():
         share = {"share": floors[name] / micros} if name in floors and micros else {}
@@ -147,7 +146,7 @@ def report_kinds(
 
 
 def report_choices(task: Task, report: Report) -> None:
-    """Reports the kernels chosen at warm-up, beside those that would be used without measuring."""
+    """Reports the kernels chosen at warm-up, with the defaults that they replaced."""
     for file in sorted(task.tuned.glob("*.json")):
         for kernel, found in json.loads(file.read_text())["kernels"].items():
             if (what := f"{TUNED}{kernel}") in task.done:
@@ -188,7 +187,8 @@ def prefill_seconds(bench: Bench, prompts: int, length: int) -> float:
 
 
 def measure_lora(task: Task, report: Report) -> None:
-    """Decodes in which every sequence has one of some adapters, beside those without any."""
+    """Measures decodes in which every sequence uses one of several adapters, and compares them with
+    decodes without adapters."""
     sizes = task.sizes
     batch, context, count, rank = sizes.lora
     with tempfile.TemporaryDirectory() as place:
@@ -237,7 +237,7 @@ def measure_serving(task: Task, report: Report) -> None:
 
 
 def report_watched(task: Task, report: Report, steps: Sequence[WatchedStep]) -> None:
-    """The time of steps by kind, from one submission to the next, over their roofline."""
+    """Reports the time between two submissions by kind of step, relative to the roofline."""
     sums: dict[str, list[float]] = {}
     for step, following in pairwise(steps):
         of_kind = sums.setdefault(step.kind, [0.0, 0.0, 0.0])

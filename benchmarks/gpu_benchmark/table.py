@@ -1,4 +1,4 @@
-"""Prints results of gpu.py as a table: each with its roof, its goal and the earlier result."""
+"""Prints results of gpu.py as a table, each with its roofline, its goal and the earlier result."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -8,7 +8,7 @@ from typing import Any
 RESULTS, ROOFS = "results.jsonl", "roofs.json"
 
 Result = Mapping[str, Any]
-# The part, model and measurement of a result: the same in every run.
+# The key of a result: part, model and measurement, which are the same in every run.
 Key = tuple[str, str, str]
 NO_VALUE = ("part", "model", "what", "top_kernels", "steps", "engine", "goal", "kinds")
 # Further numbers of a result, shown after its value.
@@ -81,7 +81,7 @@ def _goal(result: Result) -> str:
 
 
 def kernels(result: Result, most: int = 8) -> list[str]:
-    """Table lines of the kernels that a step's time goes to, if the result is of a profile."""
+    """Table lines for the kernels of a step, if the result has a profile."""
     steps = result.get("steps", 1)
     return [
         f"{'':12}{one['us'] / steps:10.1f} us a step {one['calls'] / steps:8.1f} calls  "
@@ -91,7 +91,7 @@ def kernels(result: Result, most: int = 8) -> list[str]:
 
 
 def ratios(found: Sequence[Result]) -> list[str]:
-    """Headrace beside its peers, where both were measured."""
+    """Headrace's results relative to its peers', where both were measured."""
     ours = [one for one in found if one["part"] == "serving" and "value" in one]
     return [
         f"Headrace / {peer['what']}: {ours[-1]['value'] / peer['value']:.2f}x "

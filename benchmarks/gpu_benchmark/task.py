@@ -11,16 +11,17 @@ from .shapes import SHAPES, Roofs, Shape
 from .sizes import Sizes
 
 Report = Callable[..., None]
-# Tokens of a step at most.
+# The maximal number of tokens of a step.
 BUDGET = 8192
-# Decode steps in a profile.
+# The number of decode steps in a profile.
 PROFILED = 6
 
 
 @dataclass(frozen=True)
 class Task:
-    """`out` is for results, `work` for all else. `measured` is None before the device's roofs are.
-    `engine` are options for all engines; `done` is what an earlier try has reported."""
+    """`out` is for results, `work` for all else. `measured` has the device's rooflines, None before
+    they are measured. `engine` are options for all engines; `done` are results that an earlier try
+    has reported."""
 
     model: str
     sizes: Sizes

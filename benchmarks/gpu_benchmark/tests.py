@@ -1,8 +1,8 @@
 """The tests that need a GPU, run by gpu.py within its own process.
 
-Each failure and each skipped test is reported at once, so that a run that is cut short has reported
-what it knows. A test that hangs, or breaks the device, ends the process; the next process continues
-with the test after it.
+Failures and skipped tests are reported immediately, so that a run that is cut short loses none. A
+test that hangs, or breaks the device, ends the process; the next process continues with the test
+after it.
 """
 
 from collections import Counter
@@ -14,7 +14,7 @@ import torch
 
 ROOT = Path(__file__).parent.parent.parent
 TESTS = ROOT / "tests" / "test_engine"
-# Run in the interpreter elsewhere, and compiled where there is a device.
+# Elsewhere these run in the interpreter; with a device, compiled.
 COMPILED = (
     "test_small_batch_gemm.py",
     "test_triton_ops.py",
@@ -39,8 +39,10 @@ Report = Callable[..., None]
 
 
 class Reporter:
-    """A plugin of pytest's. `begun` is a file with the names of tests that were begun: they are
-    left out."""
+    """A pytest plugin.
+
+    `begun` is a file with the names of tests that an earlier process began; they are left out.
+    """
 
     def __init__(self, report: Report, begun: Path) -> None:
         self._report, self._begun = report, begun
@@ -72,7 +74,7 @@ class Reporter:
 
 
 def is_broken() -> bool:
-    """Whether nothing can run on the device any more, after a kernel's bad access of memory."""
+    """Whether the device is unusable, after a kernel's invalid memory access."""
     if not torch.cuda.is_available():
         return False
     try:
@@ -90,13 +92,15 @@ def _reason(report: pytest.TestReport | pytest.CollectReport) -> str:
 
 
 def marked() -> list[str]:
-    """The test files that need a device, for full shapes."""
+    """The test files with tests that need a device."""
     return sorted(one.name for one in TESTS.rglob("test_*.py") if "mark.gpu" in one.read_text())
 
 
 def run_tests(name: str, files: Sequence[str], out: Path, report: Report) -> None:
     """Runs tests without the project's pytest settings, which name plugins that may be missing.
-    Raises RuntimeError where a test left a broken device."""
+
+    Raises RuntimeError if a test leaves the device unusable.
+    """
     paths = [ROOT / "engine", ROOT / "common", ROOT / "benchmarks", ROOT / "tests" / "support"]
     ini = out / "pytest.ini"
     ini.write_text(INI.format(paths=" ".join(map(str, paths))))

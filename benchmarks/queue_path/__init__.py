@@ -1,1 +1,1 @@
-"""The path between client and engine, measured piece by piece: see benchmarks/path.py."""
+"""Measures the path between client and engine piece by piece: see benchmarks/path.py."""

@@ -1,6 +1,6 @@
 """An engine without a model: it keeps the whole queue protocol and emits tokens at a set speed.
 
-Runs as a process of its own, so that its work is in no other process's figures.
+It runs in its own process, so that its work does not count in other processes' figures.
 """
 
 import asyncio
@@ -25,7 +25,7 @@ BEAT_SECONDS = 3.0
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Emission:
     """`interval` seconds between steps (0: as fast as it can), `slots` requests at once. Nothing is
-    emitted before `together` requests are there; every token is `token`.
+    emitted before `together` requests have arrived; every token is `token`.
     """
 
     redis_url: str
@@ -40,7 +40,8 @@ class Emission:
 
 @dataclass(frozen=True, slots=True)
 class Emitted:
-    """Times when each step began to be written (monotonic ns), and each request's first step."""
+    """The time at which the write of each step began (monotonic ns), and each request's first
+    step."""
 
     steps: list[int]
     first: dict[str, int]
@@ -73,7 +74,8 @@ class Emitter:
             group.create_task(self._beats())
 
     async def leave(self) -> None:
-        """Says that it takes no more, as engines do at their end: nothing is placed with it."""
+        """Publishes that it takes no more requests, as engines do at their end, so that none is
+        placed with it."""
         await self._queue.beat((), self._status(draining=True))
 
     async def _intake(self) -> None:
@@ -168,7 +170,8 @@ class Emitter:
 
 
 def emit(emission: Emission, pipe: Pipe) -> None:
-    """The process: serves until anything comes through the pipe, then says what it emitted."""
+    """Runs in the process: serves until anything arrives in the pipe, then reports what it
+    emitted."""
     uvloop.run(_serve(emission, pipe))
 
 

@@ -1,6 +1,6 @@
 """The processes of the path under test, on loopback: Valkey, a gateway, and what they cost.
 
-CPU seconds are those of the kernel's accounts, so that other work on the machine adds nothing.
+CPU seconds come from the kernel's accounting of each process, so other work does not count.
 """
 
 import contextlib
@@ -26,13 +26,14 @@ START_SECONDS = 60.0
 
 @dataclass(frozen=True, slots=True)
 class Server:
-    """A process and where it is reached."""
+    """A process and its address."""
 
     pid: int
     url: str
 
     def cpu_seconds(self) -> float:
-        """CPU seconds, the kernel's included: on loopback also each packet's way to its reader."""
+        """CPU seconds in user and kernel mode: on loopback, these include the delivery of packets
+        to their reader."""
         times = psutil.Process(self.pid).cpu_times()
         return float(times.user + times.system)
 

@@ -1,7 +1,7 @@
 """Requests through the queue alone, without HTTP: what one shard costs its Redis.
 
-Each request is admitted, taken, beaten once, answered in frames and finished; many at a time, as
-gateways and engines do it.
+Each request is admitted, taken, renewed by one beat, answered in frames and finished; many at a
+time, as with gateways and engines.
 """
 
 import asyncio
@@ -46,7 +46,7 @@ class Load:
 
 
 def work(load: Load) -> None:
-    """A process that does its requests and returns."""
+    """Runs in a process: carries its requests through the queue."""
     uvloop.run(_work(load))
 
 
@@ -70,7 +70,7 @@ async def _work(load: Load) -> None:
 
 
 async def carry_out(load: Load, engine: EngineQueue, leases: Sequence[Lease]) -> None:
-    """All that an engine says of some requests until their end."""
+    """Does everything that an engine does for some requests until their end."""
     if not leases:
         return
     for beat in range(load.beats):

@@ -1,4 +1,4 @@
-"""Sealing for both sides of a benchmark: a file of keys, and what seals with it."""
+"""Sealing for both sides of a benchmark: a file of keys, and a sealer that uses it."""
 
 from pathlib import Path
 

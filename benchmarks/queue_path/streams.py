@@ -23,8 +23,10 @@ _ID = re.compile(rb'"id":"(?:cmpl|chatcmpl)-([^"]+)"')
 
 @dataclass(slots=True)
 class Stream:
-    """The events that one client received. Times in monotonic ns; `arrivals[i]` is of its token
-    number i."""
+    """The events that one client received.
+
+    Times are monotonic ns; `arrivals[i]` is that of token i.
+    """
 
     sent: int = 0
     status: int = 0
@@ -36,7 +38,7 @@ class Stream:
 
 
 class Started:
-    """Calls `then` when `streams` streams have got their first event."""
+    """Calls `then` when `streams` streams have received their first event."""
 
     def __init__(self, streams: int, then: Callable[[], None]) -> None:
         self._left = streams
@@ -49,8 +51,11 @@ class Started:
 
 
 class _Client:
-    """One request on a connection of its own. Notes what comes when and looks into it at the end:
-    from the first event on it must not hold up the reads of others."""
+    """One request on its own connection.
+
+    It only records what arrives when, and parses it at the end, so that the reads of others are not
+    delayed.
+    """
 
     def __init__(self, address: tuple[str, int], request: bytes) -> None:
         self.stream = Stream()
@@ -62,7 +67,7 @@ class _Client:
         self.socket.setblocking(False)
 
     def read(self) -> bool:
-        """Takes what has come; False at the connection's end."""
+        """Reads available data; returns False at the end of the connection."""
         data = self.socket.recv(_PIECE)
         self._reads.append((time.monotonic_ns(), data))
         if not self.started:
@@ -76,7 +81,7 @@ class _Client:
 
 
 def read_events(stream: Stream, reads: Sequence[tuple[int, bytes]]) -> None:
-    """Fills a stream's account from what came when."""
+    """Fills a stream's record from the data and their times."""
     tail = b""
     for now, data in reads:
         events, end, tail = (tail + data).rpartition(b"\n\n")
@@ -98,7 +103,10 @@ def read_streams(
     concurrency: int,
     started: Callable[[], None] = lambda: None,
 ) -> list[Stream]:
-    """Sends `bodies`, `concurrency` at a time. `started` is called at each one's first event."""
+    """Sends `bodies`, `concurrency` at a time.
+
+    `started` is called at the first event of each stream.
+    """
     parts = urlsplit(url)
     address = (str(parts.hostname), parts.port or 80)
     left = map(partial(_request, path, parts.netloc), bodies)

@@ -1,1 +1,1 @@
-"""The engine's own scheduler in virtual time: real decisions, steps only cost time on paper."""
+"""The engine's own scheduler in virtual time: it decides as usual, and steps are not computed."""

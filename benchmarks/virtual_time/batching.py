@@ -1,4 +1,4 @@
-"""Three ways to batch: when the scheduler gets requests, and what a step then costs."""
+"""Three kinds of batching: when the scheduler gets requests, and what a step then costs."""
 
 from collections import deque
 from dataclasses import dataclass
@@ -13,7 +13,7 @@ from .jobs import Job
 
 @dataclass(frozen=True, slots=True)
 class StepCost:
-    """Seconds of a step, token slots that it computed, and slots of output among them."""
+    """The seconds of a step, the token slots that it computed, and the output slots among them."""
 
     seconds: float
     slots: int
@@ -22,15 +22,15 @@ class StepCost:
 
 class Batching(Protocol):
     def admit(self, queue: deque[Job], now: float, idle: bool, more: bool) -> list[Job]:
-        """Takes jobs out of the queue for the scheduler. `more`: others will arrive."""
+        """Moves jobs from the queue to the scheduler. `more` says whether others will arrive."""
 
     def wake(self, queue: deque[Job]) -> float:
-        """Time to ask again even if nothing arrives."""
+        """The time at which to ask again even if nothing arrives."""
 
     def cost(self, scheduler_output: SchedulerOutput, costs: EngineCosts) -> StepCost: ...
 
     def reserved(self, used: int) -> int:
-        """KV slots that are kept, of which the scheduler's blocks are `used`."""
+        """The KV slots that are reserved; the scheduler's blocks use `used` of them."""
 
 
 class Continuous:
@@ -55,7 +55,7 @@ class Continuous:
 
 
 class Batched:
-    """A batch runs until its last sequence ends; then the next one is put together.
+    """A batch runs until its last sequence ends; then the next one is formed.
 
     Static batching waits for `size` requests; dynamic batching at most `wait` seconds from the
     first one on. Prompts are padded to the longest, ended sequences keep their slots, and each

@@ -1,4 +1,4 @@
-"""The runs that scheduling.py shows: batching against batching, policy against policy."""
+"""The runs that scheduling.py shows: comparisons of batchings and of policies."""
 
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
@@ -22,10 +22,10 @@ DYNAMIC_WAIT_STEPS = 20
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Comparison:
-    """`requests` in each run; `chunk`: tokens a step with chunked prefill.
+    """Each run has `requests` requests.
 
-    `load` and `overload`: arrivals over what the engine can do, where batchings and where policies
-    are compared.
+    `chunk` is the number of tokens of a step with chunked prefill. `load` and `overload` are the
+    arrival rates of batchings and of policies, relative to the engine's capacity.
     """
 
     profile: EngineProfile
@@ -54,11 +54,11 @@ class Comparison:
         }
 
     def static_waste(self, outputs: Sequence[int]) -> float:
-        """Share of one static batch's output slots that compute nothing that anyone wants."""
+        """The share of a static batch's output slots that compute unneeded tokens."""
         return self._run(exactly(outputs), Batched(len(outputs)), whole=True).output_waste
 
     def gain(self) -> dict[str, Any]:
-        """Output tokens a second, by batching, if all requests arrive at once."""
+        """Output tokens per second by batching, if all requests arrive at once."""
         jobs = plain(self.requests, PROMPTS, OUTPUTS, seed=self.seed)
         speed = {
             name: summary(log)["output_tokens_per_second"] for name, log in self._logs(jobs).items()
@@ -72,12 +72,12 @@ class Comparison:
         }
 
     def batchings(self, rate: float) -> dict[str, dict[str, float]]:
-        """Each way to batch on the same arrivals, first come, first served."""
+        """Each kind of batching on the same arrivals, first come, first served."""
         jobs = plain(self.requests, PROMPTS, OUTPUTS, rate=rate, seed=self.seed)
         return {name: summary(log) for name, log in self._logs(jobs).items()}
 
     def policies(self) -> dict[str, Any]:
-        """Each policy on the same mixture of tenants, which is more than the engine can do."""
+        """Each policy on the same mixture of tenants, whose load exceeds the engine's capacity."""
         probe = mixed(self.requests, rate=1.0, patience=inf, seed=self.seed)
         capacity = self._capacity([replace(job, arrival=0.0, deadline=inf) for job in probe])
         patience = 0.5 * OUTPUTS.high * self.profile.step_seconds()[-1]
@@ -89,7 +89,7 @@ class Comparison:
         return {"load": self.overload, "requests_per_second": rate, "runs": runs}
 
     def _capacity(self, jobs: Sequence[Job]) -> float:
-        """Requests a second that continuous batching does of these when all are there."""
+        """The requests per second that continuous batching completes if all are waiting."""
         return summary(self._run(jobs, Continuous()))["requests_per_second"]
 
     def _logs(self, jobs: Sequence[Job]) -> dict[str, Log]:
@@ -103,14 +103,15 @@ class Comparison:
         }
 
     def _batch_size(self, jobs: Sequence[Job]) -> int:
-        """The largest batch whose reserved KV fits, with the longest prompt and output in it."""
+        """The largest batch whose KV fits if each slot is reserved for the longest prompt and
+        output in it."""
         longest = max(len(job.prompt) for job in jobs) + max(job.max_tokens for job in jobs)
         return max(1, min(self.profile.max_num_seqs, self.profile.kv_tokens // longest))
 
     def _run(
         self, jobs: Sequence[Job], batching: Batching, *, whole: bool = False, policy: str = "fcfs"
     ) -> Log:
-        """`whole`: prompts are computed in one step each, however long."""
+        """Runs one simulation. `whole`: each prompt is computed in one step, however long it is."""
         longest = max(len(job.prompt) for job in jobs) + BLOCK_SIZE
         budget = self.profile.max_num_seqs * longest if whole else self.chunk
         profile = replace(self.profile, max_num_batched_tokens=budget)

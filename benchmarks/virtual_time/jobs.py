@@ -17,7 +17,7 @@ VOCABULARY = 32_000
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Job:
-    """One request. The engine knows `max_tokens`, but not that it ends after `output` tokens."""
+    """One request. It ends after `output` tokens, but the engine only knows `max_tokens`."""
 
     name: str
     arrival: float
@@ -43,7 +43,10 @@ class Job:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tenant:
-    """A kind of client. `share` of all requests; `seconds`, `None` for no deadline."""
+    """A kind of client.
+
+    It sends `share` of all requests; `seconds` is its deadline, None for none.
+    """
 
     name: str
     share: float
@@ -54,8 +57,8 @@ class Tenant:
     urgent: float = 0.0
 
 
-# People who wait for an answer, agents with long contexts and terse answers, and a bulk job that
-# asks for most of the work and is in no hurry.
+# People who wait for an answer, agents with long contexts and short answers, and a bulk job that
+# asks for most of the work and is not urgent.
 TENANTS = (
     Tenant(
         name="chat",
@@ -88,7 +91,7 @@ TENANTS = (
 def plain(
     count: int, prompts: Range, outputs: Range, *, rate: float = inf, seed: int = 0
 ) -> list[Job]:
-    """`count` jobs of one tenant, all at once or as a Poisson process of `rate` a second."""
+    """`count` jobs of one tenant, all at once or as a Poisson process of `rate` per second."""
     rng = random.Random(seed)
     return [
         Job(
@@ -111,7 +114,7 @@ def exactly(outputs: Sequence[int]) -> list[Job]:
 
 
 def mixed(count: int, *, rate: float, patience: float, seed: int = 0) -> list[Job]:
-    """`count` jobs of TENANTS. `patience`: seconds that a deadline of 1.0 stands for."""
+    """`count` jobs of TENANTS. A deadline of 1.0 stands for `patience` seconds."""
     rng = random.Random(seed)
     shares = [tenant.share for tenant in TENANTS]
     jobs = []

@@ -14,7 +14,7 @@ INPUT_WEIGHT, OUTPUT_WEIGHT = 1.0, 2.0
 
 @dataclass(slots=True)
 class Log:
-    """The record of a run. Times in virtual seconds; slots are token positions."""
+    """The record of a run. Times are in virtual seconds; slots are token positions."""
 
     jobs: Sequence[Job]
     tokens: dict[str, list[float]] = field(default_factory=dict)
@@ -39,7 +39,7 @@ class Log:
 
     @property
     def output_waste(self) -> float:
-        """Share of the slots of output that were kept for sequences that had already ended."""
+        """The share of output slots that were reserved for sequences that had already ended."""
         return 1.0 - self.output_tokens / self.output_slots
 
 
@@ -80,19 +80,19 @@ def summary(log: Log) -> dict[str, float]:
 
 
 def percentiles(name: str, values: Sequence[float] | np.ndarray) -> dict[str, float]:
-    """The median and the 99th percentile of seconds, in milliseconds."""
+    """The median and the 99th percentile in milliseconds, of values in seconds."""
     median, high = np.percentile(values, (50, 99)) if len(values) else (0.0, 0.0)
     return {f"{name}_p50": 1000 * float(median), f"{name}_p99": 1000 * float(high)}
 
 
 def jain(values: Sequence[float]) -> float:
-    """Jain's index: 1 where all are equal, 1/n where one has everything."""
+    """Jain's fairness index: 1 if all values are equal, 1/n if one tenant has everything."""
     total = sum(values)
     return total * total / (len(values) * sum(value * value for value in values)) if total else 1.0
 
 
 def shares(log: Log) -> list[float]:
-    """Each tenant's service over its fair one, while requests came."""
+    """Each tenant's service relative to its fair share, while requests arrived."""
     demands: dict[str, float] = {}
     for job in log.jobs:
         wanted = INPUT_WEIGHT * len(job.prompt) + OUTPUT_WEIGHT * job.output
@@ -102,7 +102,8 @@ def shares(log: Log) -> list[float]:
 
 
 def max_min(demands: Mapping[str, float], supply: float) -> dict[str, float]:
-    """The max-min fair allocation: no tenant gets more than it asks, the rest is shared equally."""
+    """The max-min fair allocation: no tenant gets more than it asks for, and the rest is shared
+    equally."""
     given: dict[str, float] = {}
     left = supply
     for count, (tenant, demand) in enumerate(sorted(demands.items(), key=lambda item: item[1])):

@@ -1,4 +1,5 @@
-"""A run: jobs arrive, the scheduler plans, each step takes what the cost model says."""
+"""Runs jobs in virtual time: they arrive, the scheduler decides, each step takes what the cost
+model says."""
 
 from collections import deque
 from collections.abc import Sequence
@@ -24,7 +25,7 @@ LAST, OTHER = (SampledToken(EOS),), (SampledToken(TOKEN),)
 
 
 class VirtualEngine:
-    """One run: the scheduler's decisions for the engine of a profile. No step is computed."""
+    """One run of the scheduler with the engine of a profile. No step is computed."""
 
     def __init__(
         self, profile: EngineProfile, batching: Batching, jobs: Sequence[Job], policy: str = "fcfs"
@@ -58,7 +59,7 @@ class VirtualEngine:
         return self._arrivals.now
 
     def run(self) -> Log:
-        """Runs all jobs to their ends."""
+        """Runs all jobs until they have ended."""
         self._arrivals.run_until(0.0)
         while self._more or self._queue or self._scheduler.has_work:
             self._admit()
@@ -105,7 +106,7 @@ class VirtualEngine:
         return sequence.output_length + 1 >= self._jobs[sequence.request.request_id].output
 
     def _account(self, scheduler_output: SchedulerOutput, seconds: float) -> None:
-        """Counts the KV slots reserved and used during the step, and the service of each tenant."""
+        """Adds the KV slots reserved and used during the step, and the service of each tenant."""
         used = self._scheduler.kv_cache.pool.num_used * BLOCK_SIZE
         self.log.reserved_seconds += seconds * self._batching.reserved(used)
         ends_at = {item.sequence: item.start + item.length for item in scheduler_output.scheduled}

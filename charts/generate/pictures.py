@@ -27,7 +27,8 @@ ROOT = Path(__file__).resolve().parents[2]
 PICTURES = ROOT / "docs" / "dashboards"
 LOCAL = ("overview", "service", "engines")
 LAST_SECONDS = 15 * 60
-# Requests of each tenant, a second, seed. The same seed again: its prompts are in the prefix cache.
+# Requests of each tenant, rate per second, seed. A repeated seed repeats prompts, which are then
+# cached.
 PHASES = (
     *(("40", "3", "1"), ("40", "3", "1"), ("150", "6", "2")),
     *(("300", "30", "3"), ("100", "5", "4")),
@@ -37,7 +38,7 @@ TENANTS = ("team-a", "team-b")
 # The phase in which an engine is killed.
 KILLED_IN = 2
 GRAMMARS = 8
-# So few that the fourth phase is refused in part.
+# Small enough that part of the fourth phase is refused.
 QUEUE_BOUND = "100"
 
 
@@ -115,7 +116,7 @@ def scraped(up: UpProcess) -> list[Target]:
 
 
 def begin_batch(http: httpx.Client, key: str) -> None:
-    """Draws the load of all phases in the background."""
+    """Sends the load of all phases in the background."""
     body = {"prompt": "Once upon a time", "max_tokens": 64, "temperature": 1.0}
     line = {"method": "POST", "url": "/v1/completions", "body": body}
     lines = [json.dumps({"custom_id": str(number), **line}) for number in range(BATCH_REQUESTS)]

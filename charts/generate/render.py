@@ -50,7 +50,7 @@ _SUFFIXES = {
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """A stretch of time in Unix seconds; `window` is what rates are taken over, in seconds."""
+    """A period of time in Unix seconds; rates are computed over `window` seconds."""
 
     start: float
     end: float
@@ -67,7 +67,7 @@ class Span:
 
 @dataclass(frozen=True, slots=True)
 class Series:
-    """Values at `Span.times`; NaN where there is none."""
+    """Values at `Span.times`; NaN where there is no value."""
 
     labels: Mapping[str, str]
     values: np.ndarray
@@ -100,7 +100,7 @@ class Source:
 
 
 def render(dashboard: Dashboard, source: Source, file: Path) -> None:
-    """Writes the picture; panels without data say so."""
+    """Writes the picture; panels without data are marked as such."""
     places = _layout(dashboard)
     rows = max(top + panel.height for panel, _, top in places)
     with plt.rc_context(_STYLE):
@@ -232,7 +232,7 @@ def _over(value: float, limit: float | None) -> bool:
 
 
 def _text(value: float, unit: Unit) -> str:
-    """A value as Grafana writes it, nearly."""
+    """A value formatted similarly to Grafana."""
     if unit is Unit.SHARE:
         return f"{100 * value:.3g}%"
     if value == float("inf"):

@@ -59,8 +59,8 @@ def _reason(status: int, body: bytes) -> str:
     if isinstance(error, str):
         return error
     return (
-        f"this is no engine's metrics port, or one without debug pages (status {status}): give the "
-        "port with --url, and start the engine with --debug-pages "
+        f"this is not an engine's metrics port, or one without debug pages (status {status}): give "
+        "the port with --url, and start the engine with --debug-pages "
         "(HEADRACE_ENGINE_DEBUG_PAGES=true)"
     )
 

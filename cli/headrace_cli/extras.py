@@ -1,4 +1,4 @@
-"""Names the extra of the package that a command needs and that is not installed."""
+"""Names the extra that must be installed for a command."""
 
 from importlib.util import find_spec
 
@@ -6,6 +6,6 @@ from .errors import UsageError
 
 
 def need(extra: str, *packages: str) -> None:
-    """Raises UsageError if one of these packages is missing; `extra` brings them."""
+    """Raises UsageError, which names `extra`, if one of these packages is missing."""
     if any(find_spec(package) is None for package in packages):
         raise UsageError("this command needs more packages", f"pip install 'headrace[{extra}]'")

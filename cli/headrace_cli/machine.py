@@ -46,7 +46,7 @@ def _cpu_quota() -> int | None:
 
 
 def available_memory() -> int | None:
-    """Bytes available to a new process, on the machine or within the container's limit."""
+    """The bytes available to a new process, on the machine or within the container's limit."""
     match = re.search(r"^MemAvailable:\s+(\d+) kB", _read(_MEMINFO), re.MULTILINE)
     free = [int(match[1]) * 1024] if match else []
     limit = _read(_CGROUP / "memory.max").strip()

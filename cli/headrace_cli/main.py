@@ -22,7 +22,7 @@ from .commands import queues as queue_commands
 from .commands import redis as redis_commands
 from .commands import sealing as sealing_commands
 from .commands import top as top_commands
-from .commands.running_options import DATA_DIR, ApiKey, ApiUrl, AskedModel, DataFolder
+from .commands.running_options import DATA_DIR, ApiKey, ApiUrl, DataFolder, ModelName
 from .commands.up_command import UpCommand, passed_on, process_words
 from .errors import CliError, UsageError
 from .extras import need
@@ -61,7 +61,7 @@ _PASS_THROUGH = {
 
 
 def main() -> None:
-    """Entry point. Errors that a person can mend are one message and exit code 1 (usage: 2)."""
+    """Entry point. Errors that the user can fix are one message and exit code 1 (usage: 2)."""
     try:
         _check_command(sys.argv[1:])
         app()
@@ -72,7 +72,7 @@ def main() -> None:
 
 
 def _check_command(arguments: list[str]) -> None:
-    """Raises UsageError for a command by the name that it has elsewhere."""
+    """Raises UsageError for a command's name in other tools, with the name that it has here."""
     if arguments and (remedy := _ELSEWHERE.get(arguments[0])):
         raise UsageError(f"there is no command {arguments[0]!r}", remedy)
 
@@ -212,7 +212,7 @@ def _become(module: str, args: list[str], extra: str, *packages: str) -> NoRetur
 def chat(
     url: ApiUrl = None,
     data_dir: DataFolder = DATA_DIR,
-    model: AskedModel = None,
+    model: ModelName = None,
     system: Annotated[str | None, typer.Option(help="System prompt.")] = None,
     api_key: ApiKey = None,
     once: Annotated[

@@ -22,7 +22,7 @@ _FILE = "running.json"
 
 @dataclass(frozen=True, slots=True)
 class RunningProcess:
-    """An engine or a gateway. `metrics` is the URL of its metrics port, without a path."""
+    """An engine or a gateway. `metrics` is the URL of its metrics port."""
 
     name: str
     metrics: str
@@ -82,7 +82,8 @@ def _processes(found: list[dict[str, str]]) -> tuple[RunningProcess, ...]:
 
 
 def api_url(given: str | None, data_dir: Path) -> str:
-    """The OpenAI API: as given, else of the `up` that runs with this folder, else the default."""
+    """The URL of an OpenAI API: the given one, that of the `up` that runs with this folder, or the
+    default."""
     if given is not None:
         return given
     running = find_running(data_dir)
@@ -90,7 +91,8 @@ def api_url(given: str | None, data_dir: Path) -> str:
 
 
 def engine_url(given: str | None, data_dir: Path, engine: str | None) -> str | None:
-    """The metrics port of an engine: as given, else of the named or first one of a running `up`.
+    """The URL of an engine's metrics port: the given one, or that of the named or first engine of a
+    running `up`.
 
     None if nothing runs with this folder. Raises UsageError for a name that no engine has.
     """

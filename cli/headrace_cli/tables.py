@@ -48,7 +48,7 @@ class Output:
 
 
 def without_controls(text: str) -> str:
-    """The text of a server or model without what moves the cursor or recolours the terminal."""
+    """The text of a server or model without characters that move the cursor or change colours."""
     return _CONTROL.sub("", text)
 
 

@@ -7,7 +7,7 @@ _TAB = 8
 
 
 class WordWrapper:
-    """Text for a console, in pieces that may end within a word.
+    """Writes text to a console, in pieces that may end within a word.
 
     On a terminal the beginning of a word is held back until its end is known; `flush` writes it.
     Elsewhere text is written as it is.
@@ -45,7 +45,7 @@ class WordWrapper:
             self._end_word()
             self._space(character)
         else:
-            wide = cell_len(character) > 1  # such scripts have no spaces, and break anywhere
+            wide = cell_len(character) > 1  # scripts without spaces, which may break anywhere
             if wide:
                 self._end_word()
             self._word += character
@@ -53,7 +53,7 @@ class WordWrapper:
                 self._end_word()
 
     def _space(self, character: str) -> None:
-        """Spaces at the edge are left out."""
+        """Writes spaces, except at the terminal's edge."""
         if self._column < self._out.width:
             self._put(character)
             self._column += _TAB - self._column % _TAB if character == "\t" else 1
@@ -75,4 +75,4 @@ class WordWrapper:
                 text, end="", style=self._style, markup=False, highlight=False, soft_wrap=True
             )
         else:
-            self._out.file.write(text)  # printing would expand tabs
+            self._out.file.write(text)  # the console would expand tabs

@@ -1,4 +1,4 @@
-"""What the processes share: queue protocol, wire format, settings, text, observability.
+"""What all processes share: queue protocol, wire format, settings, text, observability.
 
 Imports no other package and no torch.
 """

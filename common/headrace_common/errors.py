@@ -36,7 +36,10 @@ class BackendUnavailable(HeadraceError):
 
 
 class QueueFull(HeadraceError):
-    """The queue is full. `retry_after` is in seconds; `tenant`: the limit is the tenant's own."""
+    """The queue is full.
+
+    `retry_after` is in seconds; `tenant` says that the limit is the tenant's own.
+    """
 
     code = "queue_full"
 
@@ -60,9 +63,9 @@ class FailureCode(StrEnum):
     MALFORMED = "message_malformed"
     # Several engines that ran it died. The code equals that of RequestFailed.
     POISONED = "request_failed"
-    REMOVED = "model_removed"  # its model is no longer registered
-    LOST = "state_lost"  # neither Redis nor a gateway has its state any more
-    SEALED = "seal_invalid"  # its stored data cannot be opened with the present keys
+    REMOVED = "model_removed"  # the model is no longer registered
+    LOST = "state_lost"  # neither Redis nor a gateway has the request's state any more
+    SEALED = "seal_invalid"  # the stored data cannot be opened with the present keys
     INTERNAL = "internal_error"
 
 

@@ -1,4 +1,4 @@
-"""Headrace's inference engine. Offline users need only these names."""
+"""Headrace's inference engine. These names are all that offline users need."""
 
 from importlib import import_module
 from typing import TYPE_CHECKING, Any

@@ -67,7 +67,7 @@ def main(arguments: list[str] | None = None) -> int:
         runner, engine, grammars = _load(settings, model)
         files = None if model is None else model.files
         asyncio.run(serve(settings, engine, sealing, grammars, runner.peers, files))
-        if runner.peers is not None:  # after a failure they end with this process
+        if runner.peers is not None:  # after a failure, they end with this process
             runner.peers.close()
     except (HeadraceError, EngineError) as error:
         logger.error(
@@ -84,11 +84,12 @@ def _load(
     settings: EngineSettings, model: ModelFiles | None = None
 ) -> tuple[ModelRunner, Engine, GrammarCompiler | None]:
     config = settings.engine_config()
-    policy = make_policy(config.policy, config.policy_options)  # before the weights, as above
+    # before the weights, for the same reason
+    policy = make_policy(config.policy, config.policy_options)
     runner = ModelRunner(config)
     runner.warm_up()
     grammars = _grammars(config, runner, None if model is None else model.tokenizer)
-    # Present objects stay alive: the collector need not visit them between steps.
+    # Objects that exist now stay alive, so the collector need not visit them between steps.
     gc.collect()
     gc.freeze()
     return runner, Engine(config, runner, policy), grammars

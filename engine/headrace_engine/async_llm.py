@@ -30,13 +30,13 @@ _STOP_SECONDS = 60.0
 class AsyncLLM:
     """A model that answers any number of coroutines of one event loop at a time.
 
-    End it with `shutdown`. Raises as LoadedModel.
+    End it with `shutdown`. Raises the errors of LoadedModel.
     """
 
     def __init__(self, args: EngineArgs) -> None:
         self._model = LoadedModel(args)
-        # By the engine's ids of requests. A caller may use an id again before the engine has
-        # ended the request that had it.
+        # By the engine's request ids, which are not the callers': a caller may use an id again
+        # before the engine has ended the request that had it.
         self._streams: dict[str, _Stream] = {}
         self._numbers = count()
         self._failure: Exception | None = None
@@ -65,8 +65,8 @@ class AsyncLLM:
     ) -> AsyncGenerator[RequestOutput, None]:
         """The outputs of a request as they come; `output_kind` says what each has.
 
-        Leaving the iteration ends the request. Raises RequestError if it cannot run here, and the
-        engine's error if that fails.
+        Ending the iteration aborts the request. Raises RequestError if this engine cannot run it,
+        and the engine's error if the engine fails.
         """
         if self._failure is not None or not self._loop.alive:
             raise EngineError("the engine has ended: make a new AsyncLLM") from self._failure
@@ -100,7 +100,7 @@ class AsyncLLM:
         return self._model.need_tokenizer()
 
     def shutdown(self) -> None:
-        """Ends the engine after its present step; requests that still run fail."""
+        """Ends the engine after its present step; unfinished requests fail."""
         self._loop.stop()
         self._loop.join(_STOP_SECONDS)
         for stream in list(self._streams.values()):
@@ -115,7 +115,7 @@ class AsyncLLM:
         touched: dict[str, _Stream] = {}
         for output in outputs:
             stream = self._streams.get(output.request_id)
-            if stream is None:  # its iteration was left
+            if stream is None:  # its caller has stopped iterating
                 continue
             touched[output.request_id] = stream
             if stream.running.push(output):

@@ -44,7 +44,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 async def serve(settings: OperatorSettings) -> int:
-    """Leads, or waits to lead, until SIGTERM; EXIT_FAILED if the leadership was lost."""
+    """Leads, or waits to lead, until SIGTERM; returns EXIT_FAILED if the leadership was lost."""
     stop = asyncio.Event()
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
@@ -124,7 +124,7 @@ class Heartbeat:
 
 
 async def configuration() -> Configuration:
-    """The pod's service account, else the kubeconfig. Raises SettingsError where there is none."""
+    """The pod's service account, or the kubeconfig. Raises SettingsError if there is neither."""
     found = Configuration()
     loaders: Any = config  # its functions have no annotations
     try:

@@ -27,7 +27,7 @@ REDIS_PASSWORD = f"{GROUP}/redis-password"
 
 DELETION_COST = "controller.kubernetes.io/pod-deletion-cost"
 VICTIM_COST = "-1000000"
-ENDED_COST = "-2000000"  # before those that still drain
+ENDED_COST = "-2000000"  # the cost of other pods, below those that still drain
 NO_COST = "0"
 
 CONTAINER = "engine"

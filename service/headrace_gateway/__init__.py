@@ -1,4 +1,4 @@
 """The gateway: HTTP to clients, the queue to engines. It runs no model.
 
-Imports headrace_common, no other package.
+Of the other packages, it imports only headrace_common.
 """

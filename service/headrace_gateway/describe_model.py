@@ -1,4 +1,4 @@
-"""Prints as JSON what a gateway would make of a checkpoint's files:
+"""Prints as JSON how a gateway would serve a checkpoint, from its files:
 
     python -m headrace_gateway.describe_model FOLDER
 
@@ -20,7 +20,8 @@ from .parsing.tool_calls.catalog import detect_tool_parser
 
 @dataclass(frozen=True, slots=True)
 class Description:
-    """Tokens of the vocabulary, and the formats that the chat template shows; None: none."""
+    """The number of tokens in the vocabulary, and the formats that the chat template shows (None if
+    it shows none)."""
 
     vocab_size: int
     chat_template: bool

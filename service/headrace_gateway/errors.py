@@ -28,9 +28,9 @@ MAX_PARAM_CHARS = 200
 INVALID_REQUEST = "invalid_request_error"
 TOO_LONG = "context_length_exceeded"
 RETRY_SOON_S = 2.0
-# Tells OpenAI's and Anthropic's clients not to repeat the request by themselves.
+# Tells OpenAI's and Anthropic's clients not to retry the request by themselves.
 NO_RETRY: Mapping[str, str] = {"x-should-retry": "false"}
-# Where a request's state has the name by which its answer identifies it.
+# The key of a request's state for the id by which its answer identifies it.
 REQUEST_NAME = "request_name"
 # The type of a validation fault whose value exists elsewhere but is not supported here.
 UNSUPPORTED_KIND = "unsupported"
@@ -132,7 +132,7 @@ def unavailable(message: str, *, code: str, retry_after: float = RETRY_SOON_S) -
 def busy(
     message: str, *, code: str, of_tenant: bool, retry_after: float = RETRY_SOON_S
 ) -> ApiError:
-    """Returns the error for a full queue or pool: the tenant's own part of it is full, or all."""
+    """Returns the error for a full queue or pool, either of the tenant or of all tenants."""
     if not of_tenant:
         return unavailable(message, code=code, retry_after=retry_after)
     return ApiError(429, message, kind="rate_limit_error", code=code, retry_after=retry_after)

@@ -13,7 +13,7 @@ from headrace_common.text.checkpoint import default_name
 from headrace_common.wire.messages import MAX_ID_CHARS
 
 ModelSource = str
-# The same as the engines' setting.
+# The same name as in the engine's settings.
 ModelName = Annotated[str, Field(max_length=MAX_ID_CHARS)]
 
 

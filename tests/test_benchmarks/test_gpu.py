@@ -1,5 +1,5 @@
-"""The GPU benchmark: every part on the CPU with a tiny model, its cost model, and the files that a
-part leaves when it fails or hangs.
+"""The GPU benchmark: every part on the CPU with a tiny model, the cost model, and the files that
+remain when a part fails or hangs.
 """
 
 import json
@@ -76,7 +76,7 @@ def test_every_part_runs_and_reports_its_figures(tmp_path: Path) -> None:
         assert found[f"equal tokens with and without {what}"]["value"] == 4
         assert found[f"deterministic, equal tokens with and without {what}"]["value"] == 4
     assert found["attention, Llama 8B, bfloat16"]["value"] <= 2e-2
-    assert found["deterministic, equal alone and in a crowd"]["value"] == 4
+    assert found["deterministic, equal alone and among others"]["value"] == 4
     lora = found["LoRA, 2 adapters of rank 4, decode, batch 3, context 32"]
     assert lora["value"] > 0 and lora["adapters_cost"] > -1
     whole = gpu_table.read_results(place.out / "results.jsonl")
@@ -85,11 +85,12 @@ def test_every_part_runs_and_reports_its_figures(tmp_path: Path) -> None:
     }  # fmt: skip
     assert all(gpu_table.row(one).startswith("tiny") for one in whole)
     assert len(gpu_table.ratios(whole)) == 2
-    check_what_comes_back(place)
+    check_result_files(place)
 
 
-def check_what_comes_back(place: gpu.Place) -> None:
-    """The results are few files in one folder; one of them contains all else."""
+def check_result_files(place: gpu.Place) -> None:
+    """Checks that the results are few files in one folder, and that one of them contains the
+    rest."""
     gpu_report.write_reports(place.out, {"steps:1b": "whole: said nothing for 60 s"})
     gpu.pack(place)
     names = {"results.jsonl", "report.json", "report.md", "summary.svg", "work.tar.gz"}
@@ -182,7 +183,7 @@ def test_a_part_that_hangs_is_ended_with_a_stack_trace(
     monkeypatch.setattr(gpu_process, "TELL_SECONDS", 60.0)
 
     def heard() -> int:
-        """Something new until it is where it stays."""
+        """Output grows until the program hangs."""
         return -1 if "ready" in log.read_text() else next(numbers)
 
     def problem(program: str, seconds: float, silence: float) -> str | None:
@@ -243,7 +244,7 @@ def test_goals_leave_a_share_of_the_time_for_launches(monkeypatch: pytest.Monkey
     decode = [(1, 1024)]
     assert ideal.step(shape, decode, 1) == pytest.approx(roofs.step(shape, decode, 1))
     assert slower.step(shape, decode, 1) == pytest.approx(roofs.step(shape, decode, 1) + 6e-4)
-    # Where all rows are multiplied, activations and attention come besides.
+    # For many rows, activations and attention add to the time of the products.
     prompt = [(4096, 4096)]
     assert ideal.step(shape, prompt, 1) > roofs.step(shape, prompt, 1)
     first, *_ = gpu_predicted.decodes("H100", "8b", roofs, slower)
@@ -307,7 +308,8 @@ def test_device_tests_report_each_test_that_did_not_pass(tmp_path: Path) -> None
     )  # fmt: skip
     lines = [line[7:] for line in done.stderr.splitlines() if line.startswith("RESULT ")]
     *first, again = map(json.loads, lines)
-    assert again == ["tests", {"passed": 0, "failed": 0, "skipped": 0}]  # all had been begun
+    # all parts had been started
+    assert again == ["tests", {"passed": 0, "failed": 0, "skipped": 0}]
     found = dict(first)
     assert found["failed: test_it.py::test_wrong"]["reason"].startswith("assert 1 == 2")
     assert found["skipped: test_it.py::test_absent"]["reason"] == "Skipped: no device"

@@ -1,4 +1,5 @@
-"""The benchmark of the path on a few tokens: its figures, and that nothing is lost on the way."""
+"""The benchmark of the request path on a few tokens: its figures, and that nothing is lost on the
+way."""
 
 import json
 from pathlib import Path

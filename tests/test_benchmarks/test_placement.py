@@ -1,4 +1,4 @@
-"""The placement benchmark on few requests: what placement is for, and what it may cost."""
+"""The placement benchmark on few requests: what placement gains, and what it may cost."""
 
 import json
 from pathlib import Path

@@ -1,5 +1,5 @@
-"""Benchmarks that no other test runs, each on as little as it takes; and that all programs outside
-of the packages start."""
+"""Benchmarks that no other test runs, with the smallest workloads, and the start of all programs
+outside of the packages."""
 
 import json
 import os
@@ -29,7 +29,7 @@ Run = Callable[..., str]
 
 @pytest.fixture(autouse=True)
 def process_as_it_was() -> Iterator[None]:
-    """Programs change the process that they run in, which here is also that of other tests."""
+    """Restores the state of the process: programs change it, and other tests run in it too."""
     environment, threads = dict(os.environ), torch.get_num_threads()
     gradients = torch.is_grad_enabled()
     yield
@@ -48,7 +48,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 @pytest.fixture
 def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Run:
-    """Runs a program with arguments in this process; what it prints."""
+    """Runs a program with arguments in this process; returns what it prints."""
 
     def run(program: str, *arguments: str) -> str:
         monkeypatch.setattr(sys, "argv", [f"{program}.py", *arguments])
@@ -144,7 +144,7 @@ def test_absent_peers(run: Run, tmp_path: Path) -> None:
 def test_peers_that_are_interrupted_leave_no_engine(
     workload: str, number: signal.Signals, tmp_path: Path
 ) -> None:
-    """The engine is loading its model, which never ends: its configuration file is a pipe."""
+    """The engine is loading its model, and never finishes: its configuration file is a pipe."""
     model = tmp_path / "models" / "small"
     model.mkdir(parents=True)
     os.mkfifo(model / "config.json")

@@ -1,6 +1,7 @@
-"""Faults by hand: `python -m tests.test_chaos --fault F1 --seed 5` from the root of the repository.
+"""Runs faults by hand: `python -m tests.test_chaos --fault F1 --seed 5` from the root of the
+repository.
 
-Prints one line for each run; the exit code is 1 if a client got anything but its answer.
+Prints one line for each run; the exit code is 1 if a client got a wrong answer.
 """
 
 import sys

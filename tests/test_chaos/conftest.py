@@ -1,7 +1,7 @@
-"""A world for each seed: the seeds of a fault run side by side, since a fault is mostly waiting.
+"""A world for each seed: the seeds of a fault run in parallel, since a fault mostly waits.
 
-Worlds of the later faults are made beside the first ones. They end with their file: a dozen idle
-gateways and engines take a fifth of a core.
+Worlds for later faults are made while the first ones run. Worlds end with the test file: a dozen
+idle gateways and engines take a fifth of a core.
 """
 
 from collections.abc import Iterator, Sequence
@@ -16,7 +16,7 @@ from headrace_testing.chaos.workload import make_workload
 from headrace_testing.forked import Forge
 from headrace_testing.sealed_suite import suite as sealing
 
-USUAL_SEEDS = (3,)  # whose queue has three shards
+USUAL_SEEDS = (3,)  # its queue has three shards
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -27,7 +27,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def sealed_suite(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[None]:
-    """Seals what all tests say, with HEADRACE_TEST_SEALED=1, and looks for it in Redis."""
+    """Seals the data of all tests if HEADRACE_TEST_SEALED=1, and searches Redis for it."""
     yield from sealing(request, tmp_path_factory.getbasetemp())
 
 
@@ -57,7 +57,7 @@ def worlds_by_seed(
 
 
 def _kinds(items: Sequence[pytest.Item]) -> list[str]:
-    """The kinds of Redis of the faults that are to run, in their order."""
+    """The kinds of Redis that the faults to run need, in the order of the faults."""
     functions = [item for item in items if isinstance(item, pytest.Function)]
     calls = [item.callspec.params for item in functions if hasattr(item, "callspec")]
     faults = [call.get("fault") for call in calls]

@@ -1,4 +1,4 @@
-"""The command line of the faults, and that what it says is so."""
+"""The command line of the faults, and that its descriptions are right."""
 
 import subprocess
 import sys

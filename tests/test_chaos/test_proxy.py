@@ -15,13 +15,14 @@ from headrace_testing.waiting import eventually
 
 @pytest.fixture
 def target() -> Iterator[int]:
-    """The port of a server that takes connections and says nothing."""
+    """The port of a server that accepts connections and sends nothing."""
     with socket.create_server(("127.0.0.1", 0)) as server:
         yield server.getsockname()[1]
 
 
 class Ways:
-    """The one way ends at once, the other one stays until it is told twice to end."""
+    """Replaces both directions: one ends at once, the other one only when it is told a second
+    time."""
 
     def __init__(self) -> None:
         self.writers: list[asyncio.StreamWriter] = []

@@ -1,4 +1,4 @@
-"""The alert rules as files: valid, tested by promtool, with a page for each alert."""
+"""The alert rules: they are valid, pass promtool's tests, and each alert has a page."""
 
 import re
 import shlex
@@ -112,7 +112,7 @@ def test_the_stateful_set_of_the_bundled_redis_is_found_by_its_name() -> None:
 
 @pytest.fixture(scope="module")
 def queue(tmp_path_factory: pytest.TempPathFactory) -> Iterator[redis.Redis]:
-    """A server with the empty queue of a model `m`."""
+    """A server with an empty queue for a model `m`."""
     server = ValkeyServer(tmp_path_factory.mktemp("valkey"))
     server.start()
     with redis.Redis.from_url(server.url) as client:

@@ -1,4 +1,5 @@
-"""The dashboards as files: generated, whole, and about metrics that exist."""
+"""The dashboards' files match their code, show every metric, and show no metric that does not
+exist."""
 
 import json
 import re

@@ -1,7 +1,7 @@
-"""NetworkPolicies: with all of them in force, exactly the needed connections are possible.
+"""NetworkPolicies: together they allow exactly the needed connections.
 
 The policies are evaluated here as Kubernetes defines them, for pods of the release, engine pods as
-the operator labels them, and strangers. Addresses outside the cluster are tried one by one.
+the operator labels them, and strangers. Addresses outside the cluster are tested one by one.
 """
 
 from collections.abc import Iterator, Mapping
@@ -26,7 +26,7 @@ from headrace_testing.charts import (
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """A pod, or with an address only, a machine outside the cluster."""
+    """A pod or, if it has only an address, a machine outside the cluster."""
 
     name: str
     labels: Mapping[str, str] = field(default_factory=dict)
@@ -111,7 +111,8 @@ def _within(block: dict[str, Any], address: str) -> bool:
 def connections(
     objects: list[Manifest], ports: tuple[int, ...] = PORTS
 ) -> set[tuple[str, str, int]]:
-    """All (from, to, port) with a pod of the release at one end that the policies let pass."""
+    """All (from, to, port) that the policies allow and that have a pod of the release at one
+    end."""
     policies, own = of_kind(objects, "NetworkPolicy"), own_places(objects)
     return {
         (source.name, target.name, port)
@@ -131,7 +132,8 @@ def test_by_default_exactly_the_needed_connections_pass() -> None:
     callers = ("test-api", "operator", "engine", "far engine", "prometheus", "stranger", "dns")
     api = {(caller, "gateway", 8000) for caller in (*callers, "hub", "cloud metadata")}
     api.add(("kubernetes api", "gateway", 8000))
-    # The operator may call any API server, whose address it does not know, on these ports.
+    # The operator may call any API server on these ports, because it does not know the server's
+    # address.
     anywhere = {("operator", place.name, port) for place in OTHERS for port in (443, 6443)}
     api.discard(("operator", "gateway", 8000))
 
@@ -160,7 +162,8 @@ def test_by_default_exactly_the_needed_connections_pass() -> None:
 
 @pytest.mark.parametrize("name", SCENARIOS)
 def test_no_pod_reads_cloud_credentials(name: str) -> None:
-    """Metadata services speak HTTP; gateways, which fetch from anywhere, get no port of them."""
+    """Metadata services speak HTTP; gateways, which download from anywhere, get none of their
+    ports."""
     reached = connections(render(scenario(name)), (80, 443))
     pods = {source for source, target, port in reached if target == METADATA.name and port == 80}
 

@@ -1,4 +1,5 @@
-"""Every rendered object: known to Kubernetes, well named, labelled, as in the snapshot."""
+"""Every rendered object: it is known to Kubernetes, well named, labelled, and equal to the
+snapshot."""
 
 import difflib
 import re

@@ -1,4 +1,4 @@
-"""Pods: restricted Pod Security, real settings, probes and ports, time enough to end."""
+"""Pods: restricted Pod Security, real settings, probes and ports, enough time to end."""
 
 from typing import Any
 
@@ -173,7 +173,7 @@ def test_a_gateway_has_time_to_leave_the_service_and_finish_its_streams() -> Non
 
 
 def test_a_gateway_without_engines_is_ready() -> None:
-    """Else a model at zero could never be asked for, and would stay at zero."""
+    """Otherwise a model with no engines could never be requested, and would stay at zero."""
     container = workload(render(), "headrace-gateway").containers[0]
 
     assert container["readinessProbe"]["httpGet"] == {"path": "/health/live", "port": "http"}

@@ -1,8 +1,8 @@
 """Every panel's and every rule's PromQL against a real Prometheus over real processes under load.
 
 The processes are a gateway, a gateway with a full queue, an engine, Valkey and its exporter. The
-operator's own recorder and exporter are in this process, told of two scalings. What cannot be there
-is listed in ABSENT with the reason, and must not be: a listed metric that appears fails the test.
+operator's own recorder and exporter are in this process, and record two scalings. ABSENT lists the
+metrics that cannot exist here, with the reason; a listed metric that exists fails the test.
 """
 
 import asyncio
@@ -55,7 +55,7 @@ EXPRESSIONS = {
     for group in GROUPS
     for rule in group["rules"]
 }
-# A metric of ours or of Redis with its matchers; no functions, labels or keywords.
+# A metric of Headrace or Redis with its label matchers; no functions, labels or keywords.
 SELECTOR = re.compile(
     r"\b((?:headrace[_:]|gen_ai_|redis_|target_)[\w:]+)(?=[\s\[{)]|$)(\{[^}]*\})?"
 )
@@ -136,9 +136,9 @@ def targets(stack: Stack, exporter: RedisExporter, operator: telemetry.Telemetry
 
 
 async def load(stack: Stack, book: KeyBook) -> None:
-    """Whole answers, streams, one that is held to a grammar, a client that leaves, and a request
-    refused for a full queue; with keys, one that is served, one over its limit and one without a
-    key."""
+    """Sends requests of every kind: whole answers, streams, one constrained by a grammar, a client
+    that disconnects, and one that a full queue refuses; with API keys: one that is served, one over
+    its limit and one without a key."""
     url, small, guarded = (f"{gateway.url}/v1/completions" for gateway in stack.gateways)
     body = {"model": MODEL, "prompt": list(range(3, 67)), "max_tokens": 24, "ignore_eos": True}
     async with httpx.AsyncClient(timeout=60) as client:
@@ -178,7 +178,7 @@ def await_scrapes(server: PrometheusServer) -> None:
 
 
 def test_the_gateway_was_used(prometheus: PrometheusServer) -> None:
-    """The basis of all other tests: the load has reached Prometheus."""
+    """The basis of all other tests: the load is visible in Prometheus."""
     served = prometheus.query("sum by (error_type) (gen_ai_server_request_duration_seconds_count)")
 
     by_error = {each["metric"].get("error_type"): int(each["value"][1]) for each in served}
@@ -223,7 +223,7 @@ def test_a_variable_has_values(prometheus: PrometheusServer, variable: Variable)
 
 @pytest.mark.parametrize("name", EXPRESSIONS)
 def test_rules_use_only_existing_series(prometheus: PrometheusServer, name: str) -> None:
-    """An alert is silent when all is well, but each of its series must be there."""
+    """An alert is silent when all is well, but each of its series must exist."""
     selectors = [
         metric + matchers
         for metric, matchers in SELECTOR.findall(EXPRESSIONS[name])

@@ -1,4 +1,5 @@
-"""The operator's rules: everything that it calls, and nothing that it could misuse."""
+"""The operator's RBAC rules: they allow everything that it calls, and nothing that it could
+misuse."""
 
 import ast
 from itertools import product
@@ -9,7 +10,8 @@ from headrace_operator import names
 from headrace_testing.charts import CHART, ROOT, Manifest, named, of_kind, render
 
 OPERATOR = ROOT / "operator" / "headrace_operator"
-# Verbs of the calls that cluster.py makes for what the operator owns: read, apply, delete.
+# The verbs of the calls that cluster.py makes for objects that the operator owns: read, apply,
+# delete.
 OWNED = ("get", "create", "patch", "delete")
 Rule = tuple[str, str, str]
 
@@ -28,7 +30,7 @@ def granted() -> set[Rule]:
 
 
 def manifests_made() -> set[tuple[str, str]]:
-    """(group, plural) of every kind with an apiVersion that desired/ writes down."""
+    """The (group, plural) of every kind whose apiVersion occurs in desired/."""
     found = set()
     for path in sorted((OPERATOR / "desired").glob("*.py")):
         for node in ast.walk(ast.parse(path.read_text())):

@@ -1,4 +1,4 @@
-"""The bundled Redis: its container's own command with a real server, and its Secret."""
+"""The bundled Redis: the command of its container with a real server, and its Secret."""
 
 import asyncio
 import json
@@ -251,7 +251,7 @@ def test_there_is_a_user_for_each_role_with_no_password_and_no_category() -> Non
 
 
 def reserved(values: dict[str, Any], kind: str) -> list[str]:
-    """Names that the operator keeps ModelServices from."""
+    """Names that the operator does not let ModelServices use."""
     operator = workload(render(values), "headrace-operator")
     variable = operator.environment.get(f"HEADRACE_OPERATOR_RESERVED_{kind}", {"value": "[]"})
     found: list[str] = json.loads(variable["value"])

@@ -33,7 +33,7 @@ from headrace_testing.charts import (
     workload,
 )
 
-# What Redis' configuration and a shell give a meaning.
+# Characters with a meaning in Redis' configuration or in a shell.
 PASSWORD = """p"a'ss\\w $0 #x@:/%"""
 
 
@@ -63,7 +63,7 @@ async def test_pods_may_start_in_any_order_and_the_gateways_url_leads_to_the_mas
 
 
 def refuses_strangers(pod: BundledPod) -> None:
-    """A client without a password may ask Sentinels for the master, and do nothing else."""
+    """A client without a password may ask Sentinels for the master, and nothing else."""
     assert pod.sees() == pod.address
     with redis.Redis(host=pod.address, port=26379, protocol=2) as stranger:
         for command in ("SENTINEL FAILOVER", "SENTINEL MASTER", "SENTINEL REMOVE"):

@@ -13,13 +13,13 @@ from headrace_operator.settings import OperatorSettings
 from headrace_testing.charts import CHART, SCENARIOS, keys_of, render, scenario, workload
 
 VALUES = yaml.safe_load((CHART / "values.yaml").read_text())
-# Ports are the chart's, and the URL comes from a Secret.
+# The chart sets the ports, and the URL comes from a Secret.
 GATEWAY_OWNED = {
     *("redis_url", "port", "metrics_port", "metrics_fd", "fd", "api_keys_file"),
     "supervisor_fd",
     *("redis_credentials", "sealing_keys_file", "sealing_mode"),
 }
-# These follow from other values.
+# These are derived from other values.
 OPERATOR_OWNED = {
     *("namespace", "watch_all_namespaces", "identity", "lease_name", "redis_url"),
     *("engine_redis_secret", "engine_redis_secret_key", "engine_redis_ca_secret"),
@@ -77,7 +77,7 @@ def test_every_value_is_used_by_a_template() -> None:
     templates = "".join(
         path.read_text() for path in sorted((CHART / "templates").rglob("*")) if path.is_file()
     )
-    opaque = {"settings", "requests", "limits"}  # passed on whole
+    opaque = {"settings", "requests", "limits"}  # passed on unchanged
     unused = [
         ".".join(path)
         for path in keys_of(VALUES)
@@ -135,7 +135,7 @@ def test_every_value_of_the_schema_has_a_default(schema: dict[str, Any]) -> None
 
 
 def _store(memory: str = "384mb", **settings: Any) -> dict[str, Any]:
-    """Values with a bundled Redis of this memory, and these settings of gateways."""
+    """Values with a bundled Redis that has this much memory, and with these gateway settings."""
     return {"redis": {"bundled": {"maxMemory": memory}}, "gateway": {"settings": settings}}
 
 

@@ -1,4 +1,4 @@
-"""docs/cli.md has every command as it is; each has an example; shells complete them."""
+"""docs/cli.md has every current command; each has an example; shells complete them."""
 
 import os
 import shlex
@@ -39,7 +39,7 @@ def test_every_option_says_what_it_does() -> None:
 
 
 def _is_a_limit_of_keys(name: str, parameter: Any) -> bool:
-    """Its name says it."""
+    """Whether the name says that it is a limit of keys."""
     return name == "headrace keys create" and parameter.name == "requests_per_minute"
 
 

@@ -1,4 +1,5 @@
-"""docs/settings.md has every setting as it is, and no document names one that is not there."""
+"""docs/settings.md has every current setting, and no document names a setting that does not
+exist."""
 
 import re
 

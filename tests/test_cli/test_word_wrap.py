@@ -1,4 +1,4 @@
-"""Words of a stream stay whole at a terminal's edge."""
+"""Words of a stream are not split at the terminal's edge."""
 
 from io import StringIO
 

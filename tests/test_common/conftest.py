@@ -37,7 +37,7 @@ async def over_redis(valkey_server: ValkeyServer) -> AsyncIterator[OverRedis]:
 @pytest.fixture(scope="session")
 def sentinel_set(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SentinelSet]:
     folder = tmp_path_factory.mktemp("sentinel")
-    servers = SentinelSet(folder, down_after_s=60)  # no test of it fails over
+    servers = SentinelSet(folder, down_after_s=60)  # none of its tests causes a failover
     try:
         servers.start()
         yield servers
@@ -90,6 +90,6 @@ async def backend(request: pytest.FixtureRequest) -> AsyncIterator[Backend]:
 
 @pytest.fixture
 def in_the_last_shard(backend: Backend, monkeypatch: pytest.MonkeyPatch) -> None:
-    """New requests go to the backend's last shard."""
+    """Makes new requests go to the backend's last shard."""
     new = partial(keys.new_request_id, backend.shards - 1)
     monkeypatch.setattr(keys, "new_request_id", new)

@@ -1,4 +1,4 @@
-"""Changes of a followed file are read, and a watch that fails is reported."""
+"""Changes of a followed file are read, and a failing watch is reported."""
 
 import asyncio
 from collections.abc import Mapping
@@ -52,7 +52,7 @@ async def test_a_watch_that_has_failed_is_reported(tmp_path: Path) -> None:
         return words.failed is not None
 
     words.start()
-    path.write_bytes(b"\xff")  # not UTF-8, which `_parse` forgot to refuse
+    path.write_bytes(b"\xff")  # not UTF-8, which `_parse` fails to refuse
     await eventually(ended)
 
     assert words.failed == "the watch of the words has failed; the process must be restarted"

@@ -29,19 +29,19 @@ from headrace_testing.documents import ROOT, Block, Command, blocks, commands
 
 # docs/cli.md is generated, and its examples are parsed by its own test.
 BLOCKS = [block for block in blocks() if block.page.name != "cli.md"]
-# What no checkout has: a cluster, Redis' and Docker's own programs, the system's.
+# Programs and files that no checkout has: a cluster, the programs of Redis, Docker and the system.
 ELSEWHERE = frozenset(
     "k rc kubectl helm docker openssl grep tail head echo export date pip vllm for do done } "
     "k() rc() -sN -n .ci/release".split()
 )
-# Python blocks that other tests run, in this file of tests.
+# Python blocks that other tests of this file run.
 RUN_BY = {
     "README.md": "tests/test_e2e/test_readme.py",
     "policies.md": "tests/test_engine/scheduler/test_policies_page.py",
     "structured-outputs.md": "tests/test_e2e/test_structured_outputs.py",
     "coming-from-openai.md": "tests/test_e2e/test_readme.py",
 }
-# Pages whose indented blocks are Python, or forms of bytes.
+# Pages whose indented blocks are Python, or formats of bytes.
 NOT_SHELL = re.compile(r"^(client\.|anthropic\.|file = |LLM\(|\[1, engine|c1 48)")
 HUB = re.compile(r"\"[A-Z][\w.-]+/[\w.-]+\"")
 
@@ -59,7 +59,7 @@ def shell() -> list[Command]:
 
 
 def headrace(words: tuple[str, ...]) -> None:
-    """The command line of `headrace`; its values are read, nothing is started."""
+    """Parses a command line of `headrace`, without running it."""
     group: Any = get_command(app)
     name, *rest = words
     while hasattr(group.commands[name], "commands"):
@@ -73,7 +73,7 @@ def headrace(words: tuple[str, ...]) -> None:
 
 
 def python(words: tuple[str, ...]) -> None:
-    """A file or module of the repository, which knows the flags."""
+    """Checks a Python file or module of the repository, which must know the flags."""
     first, *rest = words
     while first == "-c":
         compile(rest[0].removeprefix("b ") if rest[0].startswith("import") else "", "-c", "exec")
@@ -95,7 +95,8 @@ def python(words: tuple[str, ...]) -> None:
 
 
 def known_to(file: Path, words: list[str]) -> None:
-    """The flags are in the program, in a program that it runs, or in a package beside it."""
+    """Whether the flags are in the program, in a program that it runs, or in a package beside
+    it."""
     programs = [file, *(ROOT / word for word in words if word.endswith(".py"))]
     packages = [
         part
@@ -122,7 +123,7 @@ def document() -> dict[str, Any]:
 
 
 def curl(words: tuple[str, ...], document: Mapping[str, Any]) -> None:
-    """A path of the API, or of the metrics port, with a body that has its fields."""
+    """Checks a request to the API or the metrics port: its path, and the fields of its body."""
     (url,) = [word for word in words if re.match(r"http|localhost|\.\.\.|\$\{INGRESS", word)]
     path = re.sub(r"^.*?(?=/(v1|health|metrics)\b)", "", url)
     path = re.sub(r"\$\{last[^}]*\}", "{request_id}", path)
@@ -175,7 +176,7 @@ PYTHON = [block for block in BLOCKS if block.language == "python" and block.page
 
 @pytest.mark.parametrize("block", PYTHON, ids=lambda block: block.page.name)
 def test_a_program_runs_with_the_demo_model(block: Block, tmp_path: Path) -> None:
-    """With an adapter of the demo model where a program names one."""
+    """With an adapter of the demo model if the program names one."""
     code = HUB.sub('"headrace-demo"', block.text)
     if "/adapters/sql" in code:
         adapter = save_adapter(tmp_path, demo_folder())

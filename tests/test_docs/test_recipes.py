@@ -1,4 +1,5 @@
-"""docs/development.md, "Where to add what": its files exist and have the names that it mentions."""
+"""The recipes of docs/development.md, "Where to add what": the files exist and contain the names
+that a step mentions."""
 
 import re
 from pathlib import Path

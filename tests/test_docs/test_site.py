@@ -1,5 +1,5 @@
 """The documentation site: it builds without a warning, loads nothing from other sites, and its
-generated pages are as the code."""
+generated pages match the code."""
 
 import os
 import re

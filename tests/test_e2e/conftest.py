@@ -28,13 +28,14 @@ OUTPUT_TOKENS = 320
 def sealed_suite(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[None]:
-    """Seals what all tests say, with HEADRACE_TEST_SEALED=1, and looks for it in Redis."""
+    """Seals the data of all tests if HEADRACE_TEST_SEALED=1, and searches Redis for it."""
     yield from sealing(request, tmp_path_factory.getbasetemp())
 
 
 @pytest.fixture(scope="session")
 def start() -> Starter:
-    """Starts what need not be seen to start as a program: `single`, `served` and others are."""
+    """Starts processes by forking, unless a test must see them start as programs, as with `single`
+    and `served`."""
     return Forge().start
 
 
@@ -85,7 +86,7 @@ def single(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SingleStack]:
 
 @pytest.fixture(scope="session")
 def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[UpProcess]:
-    """`headrace up` with the demo model, on the port of the README where that is free."""
+    """`headrace up` with the demo model, on the README's port if that is free."""
     with (
         _port_of_the_readme() as port,
         UpProcess(tmp_path_factory.mktemp("up"), port=port) as up,
@@ -96,7 +97,7 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[UpProcess]:
 
 @contextmanager
 def _port_of_the_readme() -> Iterator[int | None]:
-    """Keeps the port from other workers, which look for it before the first one listens."""
+    """Reserves the port: other workers would look for it before the first one listens."""
     with (Path(tempfile.gettempdir()) / "headrace-port-8000.lock").open("w") as lock:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -1,9 +1,7 @@
-"""Bad input is answered 4xx in OpenAI's form, and costs the service nothing.
-
-After every one the same engine serves the next request; memory stays flat and nothing is left in
-KV cache or queue. Bodies here; hostile connections and what others write into Redis are in
-test_hostile_clients.
-"""
+"""Bad input is answered by 4xx in OpenAI's format, and costs the service nothing: afterwards the
+same engine serves the next request, memory stays flat, and nothing is left in KV cache or queue.
+This file tests bodies; test_hostile_clients tests hostile connections and bytes that others write
+into Redis."""
 
 import re
 from collections.abc import Callable, Iterator
@@ -23,7 +21,7 @@ BODIES = bad_bodies()
 
 @pytest.fixture(autouse=True)
 def _survives(single: SingleStack) -> Iterator[None]:
-    """The next request is served, by the process that was there before."""
+    """Checks that the next request is served by the same processes."""
     yield
     assert single.engine.alive and single.gateway.alive
     answer = single.complete()
@@ -33,7 +31,8 @@ def _survives(single: SingleStack) -> Iterator[None]:
 
 @pytest.fixture(autouse=True, scope="module")
 def _costs_nothing(single: SingleStack) -> Iterator[None]:
-    """Over the whole file: no memory beyond that of one large body, no block."""
+    """Checks for the whole file: no memory beyond that of one large body, and no KV block, is
+    left."""
     single.complete()
     before = rss(single)
     yield
@@ -42,7 +41,7 @@ def _costs_nothing(single: SingleStack) -> Iterator[None]:
 
 
 def rss(single: SingleStack) -> list[int]:
-    """Bytes of the engine and the gateway."""
+    """The resident memory of the engine and the gateway in bytes."""
     return [
         psutil.Process(process.pid).memory_info().rss for process in (single.engine, single.gateway)
     ]

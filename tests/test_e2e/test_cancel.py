@@ -1,6 +1,7 @@
 """A client that goes away ends its request down to the engine, streaming or not.
 
-The requests would run for many seconds; after the disconnect the engine makes no more of them.
+The requests would run for many seconds; after the disconnect the engine generates no more tokens
+for them.
 """
 
 import asyncio
@@ -28,7 +29,7 @@ def test_a_disconnect_reaches_the_engine(
 
 
 async def leave(single: SingleStack, path: str, n: int, *, stream: bool) -> None:
-    """Asks for very much and hangs up once the engine works on it."""
+    """Requests very many tokens and disconnects when the engine works on them."""
     prompt = {"messages": [{"role": "user", "content": "x"}]} if "chat" in path else {"prompt": [5]}
     body = {"model": MODEL, "max_tokens": LONG, "ignore_eos": True, "n": n, "stream": stream}
     async with httpx.AsyncClient(base_url=single.gateway.url, timeout=60) as client:

@@ -1,4 +1,4 @@
-"""An engine that cannot load its checkpoint says which file or field is wrong, and ends."""
+"""An engine that cannot load its checkpoint reports the wrong file or field, and ends."""
 
 import json
 from collections.abc import Callable, Iterator
@@ -13,7 +13,7 @@ from headrace_testing.checkpoints import save_checkpoint
 from headrace_testing.processes import Starter
 from headrace_testing.stack import EngineProcess
 
-NO_REDIS = "redis://127.0.0.1:1/0"  # never reached: the model comes first
+NO_REDIS = "redis://127.0.0.1:1/0"  # never connected to: the model is loaded first
 EX_CONFIG = 78
 
 
@@ -29,7 +29,7 @@ def pickled(folder: Path) -> None:
 
 
 def with_code(folder: Path) -> None:
-    foreign = {"architectures": ["EvilForCausalLM"], "model_type": "evil"}
+    foreign = {"architectures": ["CustomForCausalLM"], "model_type": "custom"}
     edit(folder / "config.json", lambda c: c.update(foreign, auto_map={"AutoModel": "evil.Model"}))
     (folder / "evil.py").write_text("raise SystemExit('code of a checkpoint was run')")
 
@@ -61,10 +61,10 @@ def cut_short(folder: Path) -> None:
     weights.write_bytes(weights.read_bytes()[:-100])
 
 
-# how it is broken -> what the message must name
+# the kind of damage -> the words that the message must contain
 CASES: dict[str, tuple[Callable[[Path], None], tuple[str, ...]]] = {
     "pickle": (pickled, ("pytorch_model.bin", "pickle", "safetensors")),
-    "code": (with_code, ("config.json", "EvilForCausalLM", "auto_map")),
+    "code": (with_code, ("config.json", "CustomForCausalLM", "auto_map")),
     "traversal": (climbing, ("model.safetensors.index.json", "../../secret.safetensors")),
     "missing": (without_tensor, ("model.layers.1.mlp.up_proj.weight", "missing")),
     "shape": (misshaped, ("model.safetensors", "q_proj.weight", "[63, 64]", "[64, 64]")),
@@ -76,7 +76,7 @@ CASES: dict[str, tuple[Callable[[Path], None], tuple[str, ...]]] = {
 def engines(
     tmp_path_factory: pytest.TempPathFactory, start: Starter
 ) -> Iterator[dict[str, EngineProcess]]:
-    """One engine a case, all at once."""
+    """One engine for each case, all started at once."""
     folder = tmp_path_factory.mktemp("broken")
     started: dict[str, EngineProcess] = {}
     try:

@@ -1,4 +1,5 @@
-"""Gateways and engines whose machines' clocks are 25 h off serve every request, and say so."""
+"""Gateways and engines on machines whose clocks are 25 h off serve every request, and report the
+offset."""
 
 import time
 import urllib.request
@@ -15,7 +16,7 @@ from headrace_testing.stack import MODEL, EngineProcess, GatewayProcess, Stack
 
 OFF_S = 25 * 3600
 BEHIND, AHEAD = -OFF_S, OFF_S
-# More than a test takes, and less than a clock is off.
+# More than a test takes, and less than the clocks are off.
 SOON_S = 3600
 Sides = dict[int, tuple[GatewayProcess, EngineProcess]]
 
@@ -36,7 +37,7 @@ def stack(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterato
 
 @pytest.fixture
 def sides(stack: Stack) -> Sides:
-    """Gateway and engine by what their clocks are ahead."""
+    """A gateway and an engine for each offset of their clocks."""
     pairs = zip(stack.gateways, stack.engines, strict=True)
     return dict(zip((BEHIND, AHEAD), pairs, strict=True))
 

@@ -88,7 +88,7 @@ def stream(up: UpProcess, number: int, salt: str, output: int = OUTPUT) -> str:
 
 
 def phases(console: Console) -> dict[tuple[str, str], list[tuple[str, int]]]:
-    """The observed phases and computed tokens of each request in each engine, in order."""
+    """The phases and computed tokens that each engine reported of each request, in order."""
     found = defaultdict(list)
     for snapshot in console.snapshots:
         for engine in snapshot["engines"]:
@@ -132,7 +132,7 @@ def test_the_console_shows_each_request_and_a_killed_engine_loses_no_stream(
 def test_the_console_shows_prompts_that_are_partly_computed(
     up: UpProcess, console: Console
 ) -> None:
-    """Snapshots are rare and prompts are computed fast, so prompts come until one was seen."""
+    """Snapshots are rare and prompts are computed fast, so prompts are sent until one was seen."""
     salts = map(str, count())
 
     def partly_computed() -> bool:

@@ -50,7 +50,10 @@ def up(browser: Browser, tmp_path_factory: pytest.TempPathFactory) -> Iterator[U
 
 @pytest.fixture
 def watched(browser: Browser) -> Iterator[WatchedPage]:
-    """A page whose console must stay empty. Drawing each frame without a GPU would take a core."""
+    """A page whose console must stay empty.
+
+    Without a GPU, drawing every frame would take a core.
+    """
     watched = WatchedPage(browser, reduced_motion="reduce")
     yield watched
     watched.close()
@@ -181,7 +184,7 @@ def test_a_field_that_is_no_json_is_refused_before_anything_is_sent(console: Con
 
 
 def test_tool_calls_and_reasoning_are_shown_and_a_result_is_sent(console: Console) -> None:
-    """The demo model has neither, so the browser gets the events of one that has."""
+    """The demo model has neither, so the browser gets the events of a model that has."""
     call = {"id": "c1", "type": "function", "function": {"name": "get_weather", "arguments": ""}}
     deltas: list[dict[str, Any]] = [
         {"role": "assistant", "reasoning_content": "The city "},
@@ -307,7 +310,7 @@ def steps(up: UpProcess) -> int:
 def test_a_stream_of_a_killed_engine_ends_with_the_same_bytes(
     console: Console, up: UpProcess
 ) -> None:
-    """Only with the keyboard: the person writes, sends, kills the engine and confirms."""
+    """The keyboard alone is used: the person writes, sends, kills the engine and confirms."""
     console.open()
     body = console.long_story(3 * LONG)
     expected = undisturbed(up.url, body)
@@ -342,7 +345,7 @@ def test_a_kill_that_is_not_confirmed_kills_nothing(console: Console, up: UpProc
     assert {engine["id"] for engine in snapshot(up.url)["engines"]} == before
 
 
-# For all people
+# Accessibility
 
 
 def test_all_views_are_reached_with_the_keyboard(console: Console) -> None:

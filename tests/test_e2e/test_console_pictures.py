@@ -1,7 +1,7 @@
-"""Pictures of the console for the documents: `make console-pictures` writes them.
+"""Takes the documents' pictures of the console from real processes: `make console-pictures`.
 
-They are taken from real processes. The moving picture shows a chat and, beside it, the engines: one
-of them is killed while it streams, and the answer is that of an undisturbed stream.
+The animation shows a chat and the engines: one of them is killed while it streams, and the answer
+equals that of an undisturbed stream.
 """
 
 import base64
@@ -22,7 +22,7 @@ from headrace_testing.headrace_up import UpProcess
 
 FOLDER = os.environ.get("CONSOLE_PICTURES")
 SIZE: ViewportSize = {"width": 1280, "height": 800}
-# The moving picture: its two pages, one above the other.
+# The animation: its two pages, one above the other.
 CHAT: ViewportSize = {"width": 1220, "height": 500}
 LIVE: ViewportSize = {"width": 1220, "height": 540}
 WIDTH, GAP = 900, 8
@@ -130,7 +130,8 @@ def kill(page: Page, name: str) -> None:
 
 
 def _palette(frame: Image.Image) -> Image.Image:
-    """The frame's most frequent colours, which fill its areas, and others that cover the rest."""
+    """The frame's most frequent colours, which fill its areas, and other colours that cover the
+    rest."""
     counted = frame.getcolors(frame.width * frame.height) or []
     often = sorted(counted, key=lambda pair: pair[0], reverse=True)[: COLOURS // 2]
     areas = [cast(tuple[int, int, int], colour) for _, colour in often]
@@ -141,7 +142,7 @@ def _palette(frame: Image.Image) -> Image.Image:
 
 
 class Film:
-    """Two pages, one above the other, as an animated GIF that runs as fast as they did.
+    """Two pages, one above the other, as an animated GIF at the recorded speed.
 
     Chromium sends a picture of a page whenever it has drawn it.
     """
@@ -172,7 +173,7 @@ class Film:
             shots.append((time.time(), page.screenshot()))
 
     def write(self, path: Path) -> None:
-        """Writes all frames with the colours of one in the middle."""
+        """Writes all frames with the colours of a frame in the middle."""
         start = max(shots[0][0] for shots in self._shots)
         end = max(shots[-1][0] for shots in self._shots)
         times = [

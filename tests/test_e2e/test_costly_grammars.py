@@ -38,7 +38,7 @@ async def stack(tmp_path: Path, start: Starter) -> AsyncIterator[Stack]:
 
 @pytest.fixture
 async def client(stack: Stack) -> AsyncIterator[GenerationClient]:
-    """A gateway that checks nothing."""
+    """A gateway's client that checks nothing."""
     backend = OverRedis(stack.redis_url, ring=keys_of_the_suite())
     client = GenerationClient(backend.gateway(), QueueLimits())
     await client.start()

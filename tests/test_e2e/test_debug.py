@@ -1,4 +1,4 @@
-"""A person looks into a running engine: its steps, its requests, a profile of what it does."""
+"""The debug commands on a running engine: its steps, its requests, and a profile of its work."""
 
 import json
 from collections.abc import Iterator
@@ -60,7 +60,7 @@ def test_a_person_reads_the_steps_as_a_table(served: UpProcess, engine: str) -> 
 
 @contextmanager
 def work(served: UpProcess) -> Iterator[None]:
-    """One request after the other, until the block is left."""
+    """Sends one request after the other until the block ends."""
     enough = Event()
 
     def ask() -> None:

@@ -32,7 +32,7 @@ def test_the_demo_kills_an_engine_and_loses_nothing(tmp_path: Path) -> None:
 
 
 def _of_the_demo(folder: str) -> list[psutil.Process]:
-    """Processes that a demo with this folder left."""
+    """The processes that a demo with this folder has left."""
     found = []
     for process in psutil.process_iter():
         try:

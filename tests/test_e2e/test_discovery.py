@@ -59,7 +59,7 @@ def prompt_tokens(gateway: GatewayProcess, text: str) -> int:
 
 
 def waiting(gateway: GatewayProcess) -> float:
-    """Number of requests that wait for the model, from the metric that the autoscaler reads."""
+    """The number of requests that wait for the model, from the metric that the autoscaler reads."""
     text = httpx.get(f"http://127.0.0.1:{gateway.metrics_port}/metrics", timeout=30).text
     found = re.search(rf'^headrace_queue_depth\{{[^}}]*"{MODEL}"[^}}]*\}} (\S+)$', text, re.M)
     return float(found[1]) if found else 0.0

@@ -1,4 +1,4 @@
-"""Every program of examples/ runs as its README says: with `headrace up`, or without a server."""
+"""Every program in examples/ runs as its README says, with `headrace up` or without a server."""
 
 import json
 import os
@@ -17,7 +17,7 @@ from headrace_testing.needs import missing
 EXAMPLES = Path(__file__).parents[2] / "examples"
 PACKAGES = {"langchain_chat": "langchain_openai", "litellm_chat": "litellm"}
 TIMEOUT_S = 180
-# What is printed at temperature 0, or whatever the tokens are.
+# The output at temperature 0, or output that does not depend on the tokens.
 PRINTED = {
     "openai_chat": "tokens",
     "structured_output": "left=",

@@ -1,6 +1,6 @@
-"""Slow, unread, broken and very many connections; and malformed bytes that are written to Redis.
+"""Connections that are slow, never read, broken or too many; and malformed bytes in Redis.
 
-After each, the same engine serves, and no sequence, block or queue entry is left.
+After each attack the same engine serves, and no sequence, block or queue entry is left.
 """
 
 import asyncio
@@ -124,14 +124,15 @@ def test_idle_connections_are_closed_when_new_ones_come(single: SingleStack) -> 
 
 
 def slow_readers(single: SingleStack) -> int:
-    """Number of requests that ended because the client did not read its answer."""
+    """The number of requests that ended because the client did not read its answer."""
     ended = [entry.get("error_type") for entry in single.gateway.log_entries()]
     return ended.count("slow_reader")
 
 
 @contextmanager
 def unread(single: SingleStack, sent: bytes) -> Iterator[bytes]:
-    """Sends a request, reads only the first bytes of its answer, and waits until it is dropped."""
+    """Sends a request, reads only the first bytes of the answer, and waits until the request is
+    dropped."""
     before = slow_readers(single)
     with socket.socket() as connection:
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
@@ -141,7 +142,7 @@ def unread(single: SingleStack, sent: bytes) -> Iterator[bytes]:
         until(lambda: slow_readers(single) > before, "a client that does not read to be dropped")
 
 
-# More than the buffers of all sockets on the way hold.
+# More than all socket buffers on the way can hold.
 MUCH: dict[str, Any] = {"n": 32, "logprobs": 20, "max_tokens": LONG // 16}
 
 
@@ -181,7 +182,8 @@ def test_many_clients_that_disconnect_at_once_leave_nothing_open(
     answered: list[int] = []
 
     async def visit(number: int) -> None:
-        """Leaves before the answer, at its beginning, or after its first event, if it gets one."""
+        """Disconnects before the answer, at its beginning, or after its first event, if there is
+        one."""
         async with connected(single.gateway.port) as (reader, writer):
             writer.write(request(n=1 + number % 2, max_tokens=LONG // 6))
             await writer.drain()
@@ -205,7 +207,7 @@ def test_many_clients_that_disconnect_at_once_leave_nothing_open(
         assert list(redis.scan_iter(f"{prefix}*", 10_000)) == []
 
 
-# Bytes straight into Redis
+# Malformed bytes in Redis
 
 
 def payloads() -> Sequence[bytes]:
@@ -242,7 +244,7 @@ def test_malformed_payloads_become_dead_letters(single: SingleStack, redis: Redi
 
 
 def queue_raw(redis: Redis, number: int, request_id: str, payload: bytes) -> None:
-    """Writes a request as ADMIT does, its entry last, but with any bytes for its payload."""
+    """Writes a request as ADMIT does, its stream entry last, but with any bytes as payload."""
     seconds, microseconds = redis.time()
     entry = f"{seconds * 1000 + microseconds // 1000}-{number}"
     record: Any = {

@@ -1,4 +1,4 @@
-"""Idle processes cost nothing: they wait on sockets and wake up for their beats only."""
+"""Idle processes cost nothing: they wait on sockets and only wake up for their beats."""
 
 import time
 from collections.abc import Iterator
@@ -18,7 +18,7 @@ MAX_SWITCHES_PER_S = 50
 
 @pytest.fixture
 def up(tmp_path: Path) -> Iterator[UpProcess]:
-    """Served no other test, whose requests may have started pools of processes."""
+    """Has served no other test, whose requests might have started pools of processes."""
     with UpProcess(tmp_path) as up:
         up.until_served()
         yield up
@@ -48,7 +48,7 @@ def test_up_is_idle_without_requests(up: UpProcess) -> None:
     processes = [psutil.Process(up.pid), *up.children()]
     assert len(processes) == 4
     before = [spent(process) for process in processes]
-    time.sleep(IDLE_S)  # the span that is measured, not a wait for something
+    time.sleep(IDLE_S)  # the measured period, not a wait for something
     for process, then in zip(processes, before, strict=True):
         now = spent(process)
         name = " ".join(process.cmdline())

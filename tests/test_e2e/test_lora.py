@@ -52,7 +52,7 @@ def url(
     tmp_path_factory: pytest.TempPathFactory,
     start: Starter,
 ) -> Iterator[str]:
-    """A gateway that knows no model but by the one engine, which has the adapters."""
+    """The URL of a gateway that knows models only through the one engine with the adapters."""
     logs = tmp_path_factory.mktemp("logs")
     valkey = ValkeyServer(logs / "valkey")
     valkey.start()

@@ -1,4 +1,5 @@
-"""Prompts with the same beginning go to one engine, or to another one if it does not take them."""
+"""Prompts with the same beginning go to one engine, or to another one if that engine does not take
+them."""
 
 import signal
 from collections.abc import Iterator
@@ -10,9 +11,9 @@ import pytest
 from headrace_testing.processes import Starter
 from headrace_testing.stack import MODEL, EngineProcess, Stack
 
-SALTS = 20  # enough for both engines to get some
+SALTS = 20  # enough that both engines get some
 PROMPT = list(range(3, 163))
-CACHED = 144  # whole blocks before the last token
+CACHED = 144  # complete blocks before the last token
 
 
 @pytest.fixture

@@ -1,4 +1,4 @@
-"""A policy chosen by a flag, through real processes: a request that does not end in time."""
+"""A policy chosen by a flag, in real processes: a request that would end too late."""
 
 from collections.abc import Iterator
 from pathlib import Path

@@ -1,8 +1,6 @@
-"""Gateways and engines of the release before work beside today's: `make test-upgrade FROM=v0.1.0`.
-
-Each test has a gateway and an engine of both, and is run in both directions: that of an upgrade and
-that of a rollback.
-"""
+"""Gateways and engines of the previous release work together with today's: `make test-upgrade
+FROM=v0.1.0`. Each test has a gateway and an engine of both releases, and runs in both directions:
+as an upgrade and as a rollback."""
 
 import asyncio
 import json
@@ -37,7 +35,7 @@ class Side:
 
 @dataclass(frozen=True, slots=True)
 class Both:
-    """A stack of two releases, of which `old` is the one that goes."""
+    """A stack of two releases, of which `old` is the one that is replaced."""
 
     stack: Stack
     old: Side

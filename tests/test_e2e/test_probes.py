@@ -1,4 +1,4 @@
-"""Probes of real processes are answered in spite of other connections to any of their ports."""
+"""Probes of real processes are answered despite other connections to any of their ports."""
 
 import resource
 import socket
@@ -20,14 +20,14 @@ DESCRIPTORS = 128
 
 
 def live(port: int) -> bool:
-    """Whether liveness is answered within the kubelet's timeout."""
+    """Whether the liveness probe is answered within the kubelet's timeout."""
     with urllib.request.urlopen(f"http://127.0.0.1:{port}/health/live", timeout=20) as answer:
         return bool(answer.status == 200)
 
 
 @contextmanager
 def crowd(port: int, sent: bytes) -> Iterator[list[socket.socket]]:
-    """Connections that have sent `sent` and stay open."""
+    """Opens connections that have sent `sent` and stay open."""
     with ExitStack() as opened:
         connections = []
         for _ in range(CROWD):

@@ -1,4 +1,4 @@
-"""Streams through the proxies that people put in front of gateways, with their usual settings."""
+"""Streams through the proxies that users put in front of gateways, with their usual settings."""
 
 import asyncio
 from pathlib import Path

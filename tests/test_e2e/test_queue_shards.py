@@ -1,5 +1,5 @@
-"""Real gateways deal requests over the shards that real engines say, also while their number
-changes; everything else in this folder that uses the same stack runs over several shards as well.
+"""Real gateways distribute requests over the shards that real engines report, even while the number
+of shards changes. All tests of this folder that use the same stack run over several shards as well.
 """
 
 import asyncio
@@ -31,7 +31,8 @@ def test_requests_go_to_all_shards(stack: Stack) -> None:
 
 
 def goes_to(url: str, shards: set[int]) -> Callable[[], bool]:
-    """Asks once each time; whether such a row of requests has had just these shards."""
+    """Returns a condition that sends a request and tells whether the latest ones went to just these
+    shards."""
     seen: list[int] = []
 
     def ask() -> bool:
@@ -74,14 +75,16 @@ def test_the_number_of_shards_changes_under_load(
 
 
 def add_engines(stack: Stack) -> None:
-    """Engines that are never taken for dead, so that a paused engine loses nothing."""
+    """Starts engines whose leases never expire, so that a paused engine loses nothing."""
     for _ in range(ENGINES):
         stack.add_engine("--lease", "600", "--max-num-seqs", str(SLOTS), "--drain-timeout", "0")
 
 
 async def replace_engines(stack: Stack, shards: int, cases: Sequence[GreedyCase]) -> list[str]:
-    """Engines with other shards take over while requests run and wait in all shards that there
-    are. What is wrong with the answers."""
+    """Replaces the engines by ones with other shards while requests run and wait in all shards.
+
+    Returns what is wrong with the answers.
+    """
     urls = [gateway.url for gateway in stack.gateways]
     slots = ENGINES * SLOTS
     running, waiting = Crowd(urls, cases[:slots]), Crowd(urls, cases[slots:])
@@ -117,7 +120,7 @@ def waits(stack: Stack) -> list[int]:
 
 
 def left_behind(stack: Stack) -> list[str]:
-    """Keys of the upper shards that belong to requests, except records that will lapse."""
+    """The keys of the upper shards that belong to requests, except records that will expire."""
     found: list[str] = []
     with redis.Redis.from_url(stack.redis_url, decode_responses=True) as client:
         for names in upper_shards():
@@ -129,7 +132,7 @@ def left_behind(stack: Stack) -> list[str]:
 
 
 def is_ended(client: redis.Redis, names: ShardKeys, key: str) -> bool:
-    """Whether a key is the record of a request that has ended, and will lapse."""
+    """Whether the key is the record of an ended request, which will expire."""
     if not key.startswith(names.records):
         return False
     left: Any = client.pttl(key)
@@ -137,14 +140,14 @@ def is_ended(client: redis.Redis, names: ShardKeys, key: str) -> bool:
 
 
 def forget_the_dead(stack: Stack) -> None:
-    """An engine that is quick to take others for dead forgets those that are."""
+    """Runs an engine that soon takes silent engines for dead, and forgets those that are."""
     until(lambda: all(idle > FORGOTTEN_MS for idle in dead_consumers(stack)), "all to be silent")
     stack.add_engine("--lease", str(FORGOTTEN_MS / 10_000), "--beat-interval", "0.05")
     until(lambda: dead_consumers(stack) == [], "no consumer of an engine that is gone")
 
 
 def dead_consumers(stack: Stack) -> list[int]:
-    """Milliseconds since each dead engine last read one of the upper shards."""
+    """For each dead engine, the milliseconds since it last read one of the upper shards."""
     alive = {str(engine.pid) for engine in stack.engines}
     with redis.Redis.from_url(stack.redis_url, decode_responses=True) as client:
         queues = [queue for names in upper_shards() for queue in names.queues]

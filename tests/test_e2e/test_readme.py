@@ -1,4 +1,4 @@
-"""The README's examples do what they say: run as printed against `headrace up`."""
+"""The README's examples work: they run as printed against `headrace up`."""
 
 import json
 import re
@@ -29,7 +29,7 @@ def run(*command: str, stdin: str = "") -> str:
 
 
 def here(text: str, served: UpProcess) -> str:
-    """The same example for a server that had to take another port."""
+    """The example, changed for a server that had to take another port."""
     return text.replace("127.0.0.1:8000", f"127.0.0.1:{served.port}")
 
 

@@ -1,4 +1,5 @@
-"""Reasoning, then an answer by schema, through real processes: an engine dies in either part."""
+"""Reasoning, then an answer that follows a schema, in real processes: an engine dies in either
+part."""
 
 import json
 import re

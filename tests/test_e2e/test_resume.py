@@ -1,4 +1,4 @@
-"""Streams outlive their gateway: real gateways die, and their clients continue at others."""
+"""Streams survive their gateway: real gateways die, and clients continue at others."""
 
 import asyncio
 import json
@@ -15,13 +15,13 @@ from headrace_testing.stack import MODEL, GatewayProcess, Stack
 
 STREAMS = 16
 TOKENS = 160
-# Seconds, as a flag: other gateways take over from a killed one sooner than by default.
+# A flag's value in seconds: other gateways take over from a killed one sooner than by default.
 LEASE = "3"
 
 
 @pytest.fixture
 def gateways(stack: Stack) -> Iterator[list[GatewayProcess]]:
-    """Two gateways of the test's own; afterwards nothing may be left in the queue."""
+    """Two gateways for one test; afterwards nothing may be left in the queue."""
     others = list(stack.gateways)
     own = [stack.add_gateway("--resume-window", "0.2", "--lease", LEASE) for _ in range(2)]
     for _ in range(2 - len(stack.engines)):
@@ -171,7 +171,7 @@ def test_a_client_that_does_not_return_within_its_window_loses_its_request(
     }
     headers = {"x-resumable": "true"}
     url = f"{gateways[0].url}/v1/completions"
-    with frozen(stack.engines):  # it shall not end before its window does
+    with frozen(stack.engines):  # it must not end before its window does
         with httpx.stream("POST", url, json=body, headers=headers, timeout=60) as answer:
             status = gateways[1].url + answer.headers["content-location"]
         until(lambda: httpx.get(status).json()["status"] == "cancelled", "it to be cancelled")

@@ -1,6 +1,6 @@
-"""Clients' libraries take a tour of real processes: a model that writes and two that embed.
+"""Runs clients' libraries against real processes, with a model that generates and two that embed.
 
-The numbers of the latter are transformers', also where an engine dies on the way.
+Embeddings equal transformers', even if an engine dies meanwhile.
 """
 
 import asyncio
@@ -58,7 +58,8 @@ def encoder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def stack(
     embedder: Path, encoder: Path, tmp_path_factory: pytest.TempPathFactory, start: Starter
 ) -> Iterator[Stack]:
-    """A gateway with an engine for each of the models; it finds all but the first in the queue."""
+    """A gateway with an engine for each model; it finds all models but the first one in the
+    queue."""
     folder = tmp_path_factory.mktemp("tours")
     template = folder / "template.jinja"
     template.write_text(CHATML_WITH_TOOLS)

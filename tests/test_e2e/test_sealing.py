@@ -1,4 +1,4 @@
-"""With sealing on, Redis holds no plain text of clients or of the model."""
+"""With sealing, Redis contains no plain text of clients or of the model."""
 
 import json
 import os
@@ -17,8 +17,8 @@ from headrace_common.wire.messages import Frame
 from headrace_testing.greedy import GreedyCase
 from headrace_testing.processes import Starter, until
 from headrace_testing.redis_dump import forms
-from headrace_testing.said import ROW, append_only_files, found_in
 from headrace_testing.sealed_suite import sealed, wanted
+from headrace_testing.sealed_texts import ROW, append_only_files, found_in
 from headrace_testing.sealed_watch import Findings, Watch, memory_of, servers
 from headrace_testing.stack import MODEL, Stack
 

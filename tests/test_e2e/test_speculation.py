@@ -1,4 +1,4 @@
-"""An engine with speculation gives the same streams as one without, also if it is killed."""
+"""An engine with speculation gives the same streams as one without, even if it is killed."""
 
 import asyncio
 import json
@@ -24,7 +24,7 @@ SAMPLING: dict[str, Any] = {"temperature": 0.3, "max_tokens": TOKENS, "ignore_eo
 
 @pytest.fixture
 def speculating(stack: Stack) -> Iterator[EngineProcess]:
-    """One more engine, beside those that do not speculate."""
+    """One more engine, which speculates, beside those that do not."""
     engine = stack.add_engine("--speculative-config", json.dumps(SPECULATION))
     stack.await_engines(len(stack.engines))
     yield engine
@@ -58,7 +58,10 @@ async def stream(client: httpx.AsyncClient, url: str, seed: int, begun: asyncio.
 
 
 async def stream_all(url: str, engine: EngineProcess, stack: Stack) -> list[list[int]]:
-    """All streams at once, all begun by `engine`, which is killed once it has accepted drafts."""
+    """Reads all streams at once.
+
+    `engine` begins all of them, and is killed when it has accepted drafts.
+    """
     accepted = "vllm:spec_decode_num_accepted_tokens_total"
     begun = [asyncio.Event() for _ in PROMPTS]
     limits = httpx.Limits(max_connections=STREAMS)

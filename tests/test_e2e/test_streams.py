@@ -1,6 +1,6 @@
 """64 clients stream from two engines through two gateways: each gets the model's greedy tokens.
 
-What they get when something breaks meanwhile is in test_chaos.
+test_chaos tests what they get when something breaks meanwhile.
 """
 
 import asyncio

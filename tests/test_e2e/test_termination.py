@@ -1,4 +1,4 @@
-"""SIGTERM to real processes at any moment of their life, and engines that are told to drain."""
+"""SIGTERM to real processes in any phase of their life, and engines that are told to drain."""
 
 import asyncio
 import os
@@ -76,7 +76,10 @@ def test_the_first_process_of_a_container_ends_at_sigterm(module: str, tmp_path:
 
 @contextmanager
 def first_process(module: str, log: Path) -> Iterator[tuple["subprocess.Popen[bytes]", int]]:
-    """The process as number 1 of its namespace: unshare, which ends as it does, and its pid."""
+    """Starts the process as number 1 of a pid namespace.
+
+    Returns unshare, which ends when it does, and its pid.
+    """
     unshare = shutil.which("unshare")
     if unshare is None or os.geteuid() != 0:
         missing("unshare as root")
@@ -93,7 +96,7 @@ def first_process(module: str, log: Path) -> Iterator[tuple["subprocess.Popen[by
 def test_an_engine_ends_at_sigterm_while_it_reads_its_model(
     checkpoint: Path, tmp_path: Path
 ) -> None:
-    """A file that never comes to its end, as on a volume that hangs."""
+    """The model is a file without an end, as on a volume that hangs."""
     folder = tmp_path / "model"
     shutil.copytree(checkpoint, folder)
     (folder / "config.json").unlink()

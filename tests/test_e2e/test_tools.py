@@ -1,4 +1,4 @@
-"""Forced tool calls and kept responses through real processes: gateway, queue, engine, grammar."""
+"""Forced tool calls and stored responses in real processes: gateway, queue, engine, grammar."""
 
 import json
 from collections.abc import Iterator

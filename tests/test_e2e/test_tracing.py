@@ -1,4 +1,4 @@
-"""One request seen from outside: one trace over both processes, log lines that name it, metrics."""
+"""One request seen from outside: one trace across both processes, its log lines, its metrics."""
 
 import secrets
 
@@ -21,14 +21,14 @@ TRACE_SPANS = {
 # Counters are exported only after their first event.
 RARE = {names.QUEUE_REJECTED, names.QUEUE_REDELIVERIES, names.GATEWAY_DISCONNECTS}
 RARE |= {names.GATEWAY_GRAMMAR_CHECKS}
-# And those of features that are off.
+# Counters of features that are off.
 RARE |= {names.GATEWAY_API_KEYS, names.GATEWAY_API_KEYS_CURRENT, names.GATEWAY_UNAUTHORIZED}
 RARE |= {names.ENGINE_SPEC_TOKENS}
 
 
 @pytest.fixture(scope="module")
 def traced(single: SingleStack) -> tuple[str, str, dict[str, ExportedSpan]]:
-    """A client's trace id and span id, and all spans of its one request."""
+    """The trace id and span id of a client, and all spans of its only request."""
     trace_id, span_id = secrets.token_hex(16), secrets.token_hex(8)
     headers = {"traceparent": f"00-{trace_id}-{span_id}-01", "x-request-id": trace_id}
     assert single.complete(headers, seed=1, max_tokens=5).status_code == 200

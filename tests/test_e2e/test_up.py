@@ -35,7 +35,7 @@ def client(served: UpProcess) -> Iterator[OpenAI]:
 
 
 def story(client: OpenAI, **fields: Any) -> Any:
-    """The beginning of the model's greedy story, as the SDK's object."""
+    """The beginning of the model's greedy story, as an object of the SDK."""
     arguments = {"max_tokens": 24, "temperature": 0, **fields}
     return client.chat.completions.create(model=MODEL, messages=STORY, **arguments)
 
@@ -46,7 +46,7 @@ def continuation(client: OpenAI, **fields: Any) -> Any:
 
 
 def vocabulary() -> set[str]:
-    """Every word of the texts that the demo model has learnt to talk from."""
+    """Every word of the texts on which the demo model was trained."""
     texts = [str(tomllib.loads(path.read_text())) for path in TEXTS.glob("*.toml")]
     return set(words(" ".join(texts)))
 
@@ -108,7 +108,7 @@ async def test_async_clients_get_the_same(client: OpenAI, served: UpProcess) -> 
     assert text.choices[0].text == "".join(texts) != ""
 
 
-# What one may ask for
+# Parameters of requests
 
 
 def test_two_choices(client: OpenAI) -> None:
@@ -215,7 +215,7 @@ def test_a_prompt_over_the_context_is_refused(client: OpenAI) -> None:
 
 @pytest.fixture
 def fragile(tmp_path: Path) -> Iterator[UpProcess]:
-    """A separate run with short leases, so that a dead engine's requests are soon taken over."""
+    """A separate server with short leases, so that a dead engine's requests are soon taken over."""
     flags = ("--", "--lease", "1", "--beat-interval", "0.25")
     with UpProcess(tmp_path, *flags) as up:
         up.until_served()
@@ -246,7 +246,7 @@ def test_killed_children_come_back_and_an_interrupt_drains(fragile: UpProcess) -
 
 
 def streamed_while(client: OpenAI, arguments: Any, disturb: Callable[[], None]) -> str:
-    """The text of a stream that is disturbed once it has begun."""
+    """The text of a stream; `disturb` runs when the stream has begun."""
     text, disturbed = "", False
     for chunk in client.chat.completions.create(stream=True, **arguments):
         text += chunk.choices[0].delta.content or ""

@@ -1,7 +1,7 @@
-"""vLLM's published examples, unchanged but for import, model and URL.
+"""vLLM's published examples, unchanged except for import, model and URL.
 
-They run if VLLM_EXAMPLES names the folder with them. The calls that they make are tested without
-them too, in tests/test_engine/offline and tests/test_gateway.
+They run if VLLM_EXAMPLES names their folder. Without it, the calls that they make are tested in
+tests/test_engine/offline and tests/test_gateway.
 """
 
 import os
@@ -35,7 +35,7 @@ from headrace_testing.vllm_examples import (
 )
 
 EXAMPLES = os.environ.get(VARIABLE)
-# The fixture of the server of each model; `served` has the others.
+# The fixture of the server for each model; other models use `served`.
 SERVERS = {EMBEDDER: "served_embedder", AGENT: "served_agent"}
 pytestmark = pytest.mark.skipif(EXAMPLES is None, reason=f"{VARIABLE} names no folder")
 
@@ -45,7 +45,8 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Mapping[str, str]:
     folder = tmp_path_factory.mktemp("models")
     adapted = save_checkpoint(folder / ADAPTED, "llama", vocab_size=32_064)
     embedder = save_embedder(folder / EMBEDDER, "qwen3", "lasttoken", vocab_size=2048)
-    shutil.copy(demo_folder() / "tokenizer.json", embedder)  # it has the bytes of all texts
+    # its vocabulary has the bytes of all texts
+    shutil.copy(demo_folder() / "tokenizer.json", embedder)
     return {
         DEMO: "headrace-demo",
         LONG: str(save_checkpoint(folder / LONG, "llama", max_position_embeddings=16_384)),
@@ -75,7 +76,7 @@ def served_embedder(
 
 @pytest.fixture(scope="module")
 def served_agent(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    """The demo model behind a chat template with tools; all that it writes is reasoning."""
+    """The demo model behind a chat template with tools; all its output is reasoning."""
     folder = tmp_path_factory.mktemp("agent")
     model = shutil.copytree(demo_folder(), folder / "model")
     (model / "chat_template.jinja").write_text(CHATML_WITH_TOOLS)

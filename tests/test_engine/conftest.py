@@ -1,5 +1,5 @@
 """Fixtures of the engine's tests: the arithmetic of Triton's interpreter, and checkpoints that are
-made once a session."""
+made once for each session."""
 
 import os
 from collections.abc import Callable, Iterator
@@ -25,7 +25,7 @@ ReferenceMaker = Callable[[str], Reference]
 def gpu_arithmetic() -> Iterator[None]:
     """Kernels in Triton's interpreter give the same bits on every CPU."""
     with pytest.MonkeyPatch.context() as patch:
-        if find_spec("triton"):  # which torch has on Linux alone
+        if find_spec("triton"):  # which torch supports on Linux only
             from headrace_testing.triton_interpreter import correct_arithmetic
 
             correct_arithmetic(patch)

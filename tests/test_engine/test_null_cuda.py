@@ -1,6 +1,6 @@
 """The engine's CUDA side on a device that computes nothing (`tests/support/null_cuda`): recordings,
-streams, events, pinned copies, memory, and Triton's kernels compiled and launched. Left out: what
-is computed, and how long it takes.
+streams, events, pinned copies, memory, and Triton's kernels compiled and launched. Not tested: the
+results, and how long they take.
 """
 
 import json
@@ -33,7 +33,7 @@ FEATURES = (
     "fused_norms",
 )
 ANSWERS = ("timer", "decoding", "grammar", "embeddings")
-RELAUNCHED = 2  # of the tokens of the step before into the inputs of the next one
+RELAUNCHED = 2  # kernels that copy a step's tokens into the next step's inputs
 Facts = dict[str, Any]
 
 
@@ -42,7 +42,8 @@ def scenes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Facts]:
     """The facts of all scenes, which run in one process."""
     library = build(tmp_path_factory.mktemp("null-cuda"))
     base = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "OMP_NUM_THREADS": "1"}
-    # The device last: a recording that is broken may leave torch as if it were still under way.
+    # The device's scenes come last: after a failed capture, torch may believe that it still
+    # captures.
     names = (*ANSWERS, *FEATURES, *DEVICE)
     command = [sys.executable, "-m", "headrace_testing.null_cuda_scenes", *names]
     done = subprocess.run(
@@ -93,7 +94,9 @@ def test_a_step_that_samples_waits_for_nothing_more(scenes: dict[str, Facts]) ->
 def test_norms_that_are_parts_of_products_are_recorded(scenes: dict[str, Facts]) -> None:
     counts = scenes["fused_norms"]["counts"]
     layers = counts["small_batch_silu_kernel"]
-    assert layers > 0 and counts["small_batch_kernel"] == 3 * layers, "o, down, and what is behind"
+    assert layers > 0 and counts["small_batch_kernel"] == 3 * layers, (
+        "o, down, and the next layer's"
+    )
 
 
 def test_swapped_blocks_are_copied_without_a_wait(scenes: dict[str, Facts]) -> None:

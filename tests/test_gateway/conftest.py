@@ -1,7 +1,7 @@
 """A gateway over real sockets with a scripted engine, over one tiny trained tokenizer.
 
 It is shared by the tests of a session, which must run on the session's event loop; each finds the
-engine as new.
+engine in its first state.
 """
 
 from collections.abc import AsyncIterator, Iterator
@@ -63,5 +63,5 @@ async def backend(request: pytest.FixtureRequest, valkey: ValkeyServer) -> Async
 
 @pytest.fixture
 def window() -> float:
-    """Seconds that a kept request runs on without a client."""
+    """The seconds for which a kept request runs on without a client."""
     return 60.0

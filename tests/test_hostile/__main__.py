@@ -1,6 +1,6 @@
-"""Attacks by hand: `python -m tests.test_hostile --seed 5` from the root of the repository.
+"""Runs attacks by hand: `python -m tests.test_hostile --seed 5` from the root of the repository.
 
-Prints a line for each attack and the table of all; the exit code is 1 where one did what none may.
+Prints a line for each attack and the table of all; the exit code is 1 if one of them did harm.
 """
 
 import sys

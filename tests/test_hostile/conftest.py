@@ -14,7 +14,7 @@ TABLE = pytest.StashKey[list[str]]()
 
 
 class Attacks:
-    """Strikes, and keeps what came of it."""
+    """Runs attacks and collects the results."""
 
     def __init__(self, made: Campaign) -> None:
         self.campaign = made

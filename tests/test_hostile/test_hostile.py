@@ -1,4 +1,4 @@
-"""Attacks on running processes: none takes them down, and another tenant hardly notices."""
+"""Attacks on running processes: none crashes them, and another tenant hardly notices."""
 
 import pytest
 

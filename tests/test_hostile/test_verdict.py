@@ -82,7 +82,7 @@ def test_time_without_a_processor_is_not_counted_as_harm() -> None:
         ({}, True),
     ],
 )
-def test_an_answer_is_not_late_for_want_of_a_processor(
+def test_an_answer_is_not_late_while_others_use_the_processors(
     waits: dict[str, tuple[int, int]], harm: bool
 ) -> None:
     events = [

@@ -1,4 +1,4 @@
-"""Settings of the process, and the policy that a spec becomes."""
+"""Settings of the process, and the scaling policy that a spec is turned into."""
 
 import pytest
 from pydantic import ValidationError

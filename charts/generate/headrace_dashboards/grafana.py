@@ -57,7 +57,8 @@ def _variable(variable: Variable) -> "_AnyValue":
 
 
 class _AnyValue(builders.QueryVariable):
-    """A variable whose "All" also takes series without the label; the builder cannot say so."""
+    """A variable whose "All" also includes series without the label; the builder cannot express
+    that."""
 
     def build(self) -> models.VariableModel:
         built = super().build()

@@ -1,4 +1,4 @@
-"""Ten panels that say whether the service is well, and if not, where; each links to details."""
+"""Ten panels that show whether the service is healthy; each links to a row with details."""
 
 from dataclasses import replace
 
@@ -16,7 +16,7 @@ def dashboard() -> Dashboard:
     return Dashboard(
         name="overview",
         title="Headrace / Overview",
-        description="Is it well, and if not, where? Each panel links to the row that says more.",
+        description="Is the service healthy? Each panel links to the row with its details.",
         variables=scope(names.QUEUE_DEPTH),
         rows=(Row("Now", _now()), Row("Over time", _over_time())),
     )
@@ -28,7 +28,7 @@ def _now() -> tuple[Panel, ...]:
     return (
         _stat(
             "Failures",
-            "Share of requests that the service failed or refused; what clients did is left out.",
+            "Share of requests that the service failed or refused, without faults of clients.",
             f"({q.total(_ended(_OF_THE_SERVICE))} or vector(0)) / {ended}",
             Unit.SHARE,
             Details("service", "Traffic"),
@@ -60,14 +60,14 @@ def _now() -> tuple[Panel, ...]:
         ),
         _stat(
             "Request rate",
-            "Requests that ended, a second.",
+            "Requests that ended per second.",
             ended,
             Unit.PER_SECOND,
             Details("service", "Traffic"),
         ),
         _stat(
             "Output",
-            "Output tokens a second.",
+            "Output tokens per second.",
             q.total(output),
             Unit.TOKENS_PER_SECOND,
             Details("engines", "Batch"),
@@ -108,8 +108,8 @@ def _over_time() -> tuple[Panel, ...]:
     return (
         Panel(
             title="Requests by outcome",
-            description="Requests that ended, a second: answered, ended by their client or refused "
-            "for what it did, and failed or refused by the service.",
+            description="Requests that ended per second: answered, ended or refused because of "
+            "their client, and failed or refused by the service.",
             queries=(
                 Query(q.total(_ended(ANSWERED)), "answered"),
                 Query(q.total(_ended(_OF_CLIENTS)), "clients"),

@@ -38,7 +38,7 @@ class Query:
 
 @dataclass(frozen=True, slots=True)
 class Details:
-    """A row of another dashboard that says more."""
+    """A row of another dashboard with the details of a panel."""
 
     dashboard: str
     row: str

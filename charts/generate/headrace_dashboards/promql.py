@@ -42,7 +42,7 @@ _MODEL_SERVICES = f'{label(names.K8S_NAMESPACE)}=~"$namespace"'
 def series(metric: Metric, match: str = "", suffix: str = "") -> str:
     """The dashboard's part of a metric; `match` is a further label matcher.
 
-    The operator tells the namespace of the ModelService that it speaks of, which is not its own.
+    The operator's metrics have the namespace of their ModelService, which may not be its own.
     """
     where = _MODEL_SERVICES if metric in names.OPERATOR_METRICS else _PODS
     matchers = ",".join(part for part in (where, _SERVED, match) if part)
@@ -55,7 +55,7 @@ def pods(name: str, match: str = "") -> str:
 
 
 def rate(metric: Metric, match: str = "", suffix: str = "") -> str:
-    """Increase a second; of a histogram, give the suffix `_count` or `_sum`."""
+    """Increase per second; for a histogram, give the suffix `_count` or `_sum`."""
     assert (metric.kind is MetricKind.HISTOGRAM) == bool(suffix), metric.name
     return f"rate({series(metric, match, suffix)}[{WINDOW}])"
 
@@ -70,7 +70,7 @@ def total(expression: str, *by: str) -> str:
 
 
 def same_everywhere(metric: Metric) -> str:
-    """A value that every gateway reports alike: adding them up would count it twice."""
+    """A value that every gateway reports alike: a sum would count it several times."""
     return f"max by ({MODEL}) ({series(metric)})"
 
 

@@ -1,4 +1,4 @@
-"""The dashboard of the operator's decisions: replicas, signals, reasons, cold starts."""
+"""The dashboard of the operator's decisions: replicas, signals, reasons and cold starts."""
 
 from headrace_common.observability import metric_names as names
 

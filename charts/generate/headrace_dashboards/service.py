@@ -28,7 +28,7 @@ def dashboard() -> Dashboard:
 
 
 def scope(metric: Metric) -> tuple[Variable, Variable]:
-    """Namespaces and models, as far as they have a metric."""
+    """The variables for namespaces and models that have this metric."""
     name = metric.prometheus_name
     owned = metric in names.OPERATOR_METRICS
     namespace = q.label(names.K8S_NAMESPACE) if owned else q.NAMESPACE
@@ -195,7 +195,7 @@ def waiting_and_running() -> Panel:
 
 
 def _tenants() -> tuple[Panel, ...]:
-    """Empty where API keys are off."""
+    """The panels of tenants, which are empty without API keys."""
     tenant, reason = f"{{{{{q.TENANT}}}}}", q.label(names.REASON)
     requests = q.rate(names.REQUEST_DURATION, q.KNOWN_TENANT, "_count")
     tokens = q.rate(names.TOKEN_USAGE, q.KNOWN_TENANT, "_sum")
@@ -293,8 +293,11 @@ def _grammars() -> Panel:
 
 
 def _batches() -> tuple[Panel, ...]:
-    """Gauges are the same from every gateway; a request is counted by the one that leads its
-    batch."""
+    """The panels of batches.
+
+    Gauges are the same from every gateway; a request is counted by the gateway that leads its
+    batch.
+    """
     state, result = q.label(names.STATE), q.label(names.RESULT)
     open_ones = q.pods(names.BATCH_OPEN.prometheus_name)
     done = q.pods(names.BATCH_REQUESTS.prometheus_name)

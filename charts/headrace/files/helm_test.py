@@ -1,9 +1,9 @@
 """`helm test`: the API answers, lists its models, and chats with each that has a ready engine.
 
-A release has no model until there is a ModelService; that passes too, and is said.
-Runs in the gateway's image with nothing but the standard library. HEADRACE_URL is the API's
-address, HEADRACE_API_KEY a key where the API asks for one; HEADRACE_OPERATOR_URL, if set, the
-operator's health port. Exit status 0 is a pass.
+A release has no model until there is a ModelService; the test then passes and says so. Runs in the
+gateway's image with nothing but the standard library. HEADRACE_URL is the API's address,
+HEADRACE_API_KEY a key where the API asks for one; HEADRACE_OPERATOR_URL, if set, the operator's
+health port. Exit status 0 is a pass.
 """
 
 import json
@@ -33,7 +33,7 @@ def call(url: str, body: object = None) -> dict[str, object]:
 
 
 def needs_key(base: str) -> bool:
-    """Whether the API asks for a key and there is none: then only its health can be tested."""
+    """Whether the API requires a key and none is given: then only its health can be tested."""
     if os.environ.get("HEADRACE_API_KEY"):
         return False
     try:
@@ -44,15 +44,18 @@ def needs_key(base: str) -> bool:
 
 
 def served(base: str) -> list[str]:
-    """Names of the models that the gateway knows. Raises ValueError where the list is none."""
+    """Names of the models that the gateway knows.
+
+    Raises ValueError if the answer is not a list of models.
+    """
     models = call(f"{base}/v1/models").get("data")
     if not isinstance(models, list):
-        raise ValueError("/v1/models is no list of models")
+        raise ValueError("/v1/models is not a list of models")
     return [str(model["id"]) for model in models]
 
 
 def ready(base: str, model: str) -> bool:
-    """Whether an engine of the model is ready: one that was scaled to zero is left there."""
+    """Whether an engine of the model is ready. A model that is scaled to zero is not woken."""
     query = urllib.parse.urlencode({"model": model})
     try:
         call(f"{base}/health/ready?{query}")
@@ -65,7 +68,7 @@ def ready(base: str, model: str) -> bool:
 
 
 def chat(base: str, model: str) -> None:
-    """Raises ValueError where the answer holds no token."""
+    """Asks for an answer. Raises ValueError if it has no token."""
     message = {"role": "user", "content": "Say hello."}
     body = {"model": model, "messages": [message], "max_tokens": 4}
     usage = call(f"{base}/v1/chat/completions", body).get("usage")

@@ -24,7 +24,7 @@ class Arrivals(StrEnum):
 def arrival_times(
     kind: Arrivals, rng: random.Random, rate: float, *, burst: int = 1
 ) -> Iterator[float]:
-    """Endless arrivals at `rate` a second on average; bursts are `burst` requests at once."""
+    """Endless arrivals at `rate` per second on average, in bursts of `burst` requests."""
     if kind is Arrivals.POISSON:
         return poisson(rng, rate)
     size = burst if kind is Arrivals.BURST else 1
@@ -32,9 +32,9 @@ def arrival_times(
 
 
 def poisson(rng: random.Random, rate: float) -> Iterator[float]:
-    """Endless arrivals of a Poisson process of `rate` a second.
+    """Endless arrivals of a Poisson process with `rate` per second.
 
-    At an infinite rate all arrive at 0 and nothing is drawn.
+    At an infinite rate all arrive at 0.
     """
     at = 0.0
     while True:

@@ -37,7 +37,10 @@ _INTERRUPTED = 130
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Prompts:
-    """The prompts and lengths of requests. With `dataset` only `outputs` and `chat` apply too."""
+    """The prompts and lengths of requests.
+
+    With `dataset`, only `outputs` and `chat` are used besides.
+    """
 
     dataset: Path | None = None
     prompts: Lengths

@@ -1,7 +1,7 @@
 """A client for OpenAI servers that costs little, so that a benchmark measures the server.
 
-One keep-alive connection a request in flight, HTTP parsed in C, a time stamp for each piece of data
-as it arrives. It retries nothing: what fails is part of the measurement.
+It has one keep-alive connection for each request in flight, parses HTTP in C, and takes a time
+stamp when data arrives. It retries nothing: failures are part of the measurement.
 """
 
 import asyncio
@@ -77,7 +77,7 @@ class Server:
 
 
 class RefusedError(ConnectionError):
-    """An answer with another status than 200."""
+    """An answer with a status other than 200."""
 
     def __init__(self, path: str, status: int) -> None:
         super().__init__(f"GET {path}: http {status}")
@@ -130,7 +130,8 @@ class Client:
         connection = self._take_idle() or await self._connect()
         try:
             await connection.exchange(request, reader)
-        except BaseException:  # cancelled too: the rest of the answer must not reach the next one
+        # also on cancellation: the rest of the answer must not reach the next request
+        except BaseException:
             connection.abort()
             raise
         if connection.reusable:
@@ -154,7 +155,7 @@ class Client:
 
 
 class _ResponseReader:
-    """Takes one response apart. `status` is its HTTP status."""
+    """Parses one response. `status` is its HTTP status."""
 
     def __init__(self) -> None:
         self.status = 0
@@ -167,7 +168,7 @@ class _ResponseReader:
         self.body += data
 
     def finish(self) -> None:
-        """Completes the timeline once the response is there."""
+        """Completes the timeline once the response is complete."""
         if self.status != 200:
             self.timeline.error = f"http {self.status}"
             self.timeline.detail = bytes(self.body[:500]).decode(errors="replace")
@@ -251,7 +252,7 @@ class _Connection(asyncio.Protocol):
             self._transport.abort()
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        self._transport = cast(asyncio.Transport, transport)  # uvloop's is no subclass
+        self._transport = cast(asyncio.Transport, transport)  # uvloop's is not a subclass
 
     def data_received(self, data: bytes) -> None:
         self._now = time.perf_counter()
@@ -283,7 +284,8 @@ class _Connection(asyncio.Protocol):
 
 
 def _tokens(choice: dict[str, Any]) -> int:
-    """Tokens that a piece brought: as counted by the server, else one where it has content."""
+    """The number of tokens in a piece of output: as counted by the server, or one if it has
+    content."""
     token_ids = choice.get("token_ids")
     if token_ids is not None:
         return len(token_ids)

@@ -17,21 +17,22 @@ from .report import Measured
 from .workload import Job, Words
 
 UNFINISHED = "unfinished"
-# Extensions of other servers than OpenAI's, best first: exact lengths, and token ids to count.
+# Extensions that other servers than OpenAI's may have, best first: exact lengths, and token ids for
+# counting.
 FEATURE_SETS: tuple[Mapping[str, object], ...] = (
     {"ignore_eos": True, "return_token_ids": True},
     {"ignore_eos": True},
     {},
 )
 _PROBE_TOKENS = 2
-# The lengths, in words, of two chats that show how a server counts tokens; short contexts hold the
-# second pair.
+# The lengths, in words, of two chats from which the tokens of a word follow. The second pair is for
+# models with short contexts.
 _CHATS = ((64, 512), (8, 32))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Load:
-    """How requests are sent. Times are in seconds; None is without a bound.
+    """How requests are sent. Times are in seconds; None means no bound.
 
     `times` are the arrivals from the start of the run; None sends as fast as `concurrency` allows.
     No request is sent after `duration` or after `requests` of them. `fields` are those of all
@@ -101,9 +102,9 @@ async def find_target(client: Client, model: str, job: Job, load: Load) -> Targe
 
 
 async def measure_words(client: Client, model: str) -> Words:
-    """Words whose number of tokens is as this server counts them.
+    """Finds how many tokens this server counts for a word.
 
-    A server that does not tell is taken for one that counts a token each.
+    If the server does not report counts, one token per word is assumed.
     """
     for short, long in _CHATS:
         few, many = await _counted(client, model, short), await _counted(client, model, long)
@@ -170,7 +171,7 @@ async def run_load(
 
 
 def _planned(jobs: Iterable[Job], load: Load) -> Iterator[tuple[float, Job]]:
-    """Jobs with their arrivals, as many as the load has."""
+    """The jobs with their arrivals, as many as the load has."""
     times = repeat(0.0) if load.times is None else load.times
     for due, job in islice(zip(times, jobs, strict=False), load.requests):
         if load.duration is not None and due >= load.duration:

@@ -1,4 +1,7 @@
-"""Draws a run: distributions of latencies, and how it went over time. Loads matplotlib to draw."""
+"""Draws a run: distributions of latencies, and the progress over time.
+
+Loads matplotlib only to draw.
+"""
 
 from collections.abc import Sequence
 from pathlib import Path

@@ -13,7 +13,7 @@ from ..tables import without_controls
 from .client import Timeline
 
 PERCENTILES = (50, 90, 95, 99)
-# Cores from which the client may have slowed the load that it measured; its loop has one.
+# If the client uses this many cores, it may have slowed the load; its event loop can use one.
 BUSY_CLIENT = 0.8
 _UNITS = {"ms": 1e-3, "s": 1.0}
 
@@ -41,7 +41,7 @@ class Summary:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Slo:
-    """The latencies in seconds that a good request keeps to; None has no bound."""
+    """The maximal latencies in seconds of a good request; None means no bound."""
 
     ttft: float | None = None
     tpot: float | None = None
@@ -60,7 +60,7 @@ class Slo:
         return cls(**found)
 
     def met_by(self, timeline: Timeline) -> bool:
-        """Whether a completed request keeps to every bound that can be measured for it."""
+        """Whether a completed request keeps every bound that can be measured for it."""
         return all(
             bound is None or value is None or value <= bound
             for bound, value in (
@@ -85,8 +85,9 @@ class Goodput:
 class Measured:
     """All requests of a run in the order of their sending, and times in seconds.
 
-    `started` is the beginning of the run, of `time.perf_counter`. `lags` are the delays of
-    requests behind their arrival; without arrivals there are none. `cpu` is what the client used.
+    `started` is the beginning of the run, of `time.perf_counter`. `lags` are the delays from
+    planned arrival to sending; empty without planned arrivals. `cpu` is the CPU time that the
+    client used.
     """
 
     timelines: Sequence[Timeline]
@@ -132,7 +133,7 @@ class Report:
 
 
 def report(model: str, measured: Measured, *, exact: bool, slo: Slo | None) -> Report:
-    """Adds a run up. `exact`: outputs were asked to have exactly their length."""
+    """Summarises a run. `exact`: outputs were asked to have exactly their length."""
     everything = measured.timelines
     good = [timeline for timeline in everything if timeline.error is None]
     output = sum(timeline.output_tokens for timeline in good)
@@ -165,7 +166,7 @@ def report(model: str, measured: Measured, *, exact: bool, slo: Slo | None) -> R
 
 
 def record(timeline: Timeline, measured: Measured) -> dict[str, object]:
-    """One request as data: seconds, `sent` from the start of the run."""
+    """One request as data: times in seconds, `sent` from the start of the run."""
     return {
         "sent": timeline.started - measured.started,
         "ttft_s": time_to_first_token(timeline),
@@ -267,7 +268,7 @@ def _known(values: "map[float | None]") -> list[float]:
 
 
 def _percentile(ordered: Sequence[float], percent: float) -> float:
-    """Linear between the two nearest ranks."""
+    """The percentile, interpolated linearly between the two nearest ranks."""
     position = (len(ordered) - 1) * percent / 100
     low = int(position)
     high = min(low + 1, len(ordered) - 1)

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
 MAX_REQUESTS = 1_000_000
-# Below these, vocabularies keep their special tokens.
+# Ids below this are often special tokens.
 FIRST_TOKEN_ID = 10
 # Common words, most of them one token of any tokenizer that was trained on English.
 WORDS = (

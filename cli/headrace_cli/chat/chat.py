@@ -51,13 +51,13 @@ class ChatClient:
         self._http = http
 
     async def model(self) -> str:
-        """The requested model, else the first that is served."""
+        """The requested model, or the first one that is served."""
         if self._config.model:
             return self._config.model
         async with _readable_errors(self._config.url):
             response = await self._http.get("models")
             if response.status_code == httpx.codes.NOT_FOUND:
-                raise ChatError(f"{self._config.url} is no OpenAI API: the URL ends with /v1")
+                raise ChatError(f"{self._config.url} is not an OpenAI API: the URL ends with /v1")
             await _check(response)
             served = response.json().get("data") or []
         if not served:

@@ -13,7 +13,7 @@ from ..errors import UsageError
 from ..extras import need
 from ..running import api_url
 from ..tables import Output
-from .running_options import DATA_DIR, ApiKey, ApiUrl, AskedModel, DataFolder
+from .running_options import DATA_DIR, ApiKey, ApiUrl, DataFolder, ModelName
 
 app = typer.Typer()
 Value = TypeVar("Value")
@@ -26,7 +26,7 @@ _REQUESTS = 64
 def bench(
     url: ApiUrl = None,
     data_dir: DataFolder = DATA_DIR,
-    model: AskedModel = None,
+    model: ModelName = None,
     api_key: ApiKey = None,
     concurrency: Annotated[
         int | None,
@@ -135,7 +135,7 @@ def bench(
 
 
 def _exclusive(given: object, option: str, **others: object) -> None:
-    """Raises UsageError for options that say the same as `option`, which is given."""
+    """Raises UsageError for options that contradict `option`, which is given."""
     for name, value in others.items():
         if given is not None and value is not None:
             other = "--" + name.replace("_", "-")

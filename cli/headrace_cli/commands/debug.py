@@ -42,7 +42,7 @@ def steps(
     last: Annotated[int, typer.Option(min=1, max=512, help="How many.")] = 20,
     as_json: AsJson = False,
 ) -> None:
-    """The last steps: what each computed, how long it took, what was left over."""
+    """The last steps: what each computed, how long it took, and what remained to do."""
     from ..engine_inside import show_steps
 
     show_steps(_inside(url, data_dir, engine), Output(as_json), last)
@@ -55,7 +55,7 @@ def requests(
     engine: Engine = None,
     as_json: AsJson = False,
 ) -> None:
-    """The requests that the engine has, and for how long nothing came of them."""
+    """The requests that the engine has, and the time since their last output."""
     from ..engine_inside import show_requests
 
     show_requests(_inside(url, data_dir, engine), Output(as_json))

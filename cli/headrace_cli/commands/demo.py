@@ -20,8 +20,8 @@ def demo(
 ) -> None:
     """A minute's tour: kill an engine in the middle of a stream, and lose nothing.
 
-    It starts a stack of its own and stops it. Exit code 0: every answer was byte for byte the
-    undisturbed one.
+    It starts a stack of its own and stops it. Exit code 0: every answer had the same bytes as
+    without the failure.
     """
     need("up", "httpx", "psutil", "torch", "fastapi")
     from ..demo.demo import run_demo

@@ -21,11 +21,11 @@ def check(
     model: Annotated[str, typer.Argument(help="Folder, hub id, or headrace-demo.")],
     as_json: AsJson = False,
 ) -> None:
-    """Say what engine and gateway make of a model: implementation, quantisation, context, memory,
-    tokenizer, chat template, formats of tool calls and reasoning.
+    """Show how engine and gateway would serve a model: implementation, quantisation, context,
+    memory, tokenizer, chat template, formats of tool calls and reasoning.
 
-    Weights are not read; of a hub id that is not here, only the small files are fetched. Exit code
-    1: it cannot be served.
+    Weights are not read; for a hub id that is not cached, only the small files are fetched. Exit
+    code 1: it cannot be served.
     """
     need("up", "huggingface_hub", "torch", "fastapi")
     from ..models.check import run_check
@@ -41,7 +41,7 @@ def pull(
 ) -> None:
     """Fetch a model from the hub into its cache, before a server needs it; prints the folder.
 
-    A pull that was interrupted goes on where it stopped.
+    An interrupted pull continues where it stopped.
     """
     need("gateway", "huggingface_hub")
     from ..models.pull import run_pull

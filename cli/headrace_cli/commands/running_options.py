@@ -8,18 +8,18 @@ import typer
 from ..running import DEFAULT_URL
 
 DATA_DIR = Path(".headrace")
-DataFolder = Annotated[Path, typer.Option("--data-dir", help="Of `headrace up`.")]
+DataFolder = Annotated[Path, typer.Option("--data-dir", help="The data folder of `headrace up`.")]
 ApiUrl = Annotated[
     str | None,
     typer.Option(
         "--url",
         envvar="OPENAI_BASE_URL",
-        help=f"OpenAI API; default: of a running `headrace up`, else {DEFAULT_URL}/v1.",
+        help=f"URL of an OpenAI API; default: a running `headrace up`, else {DEFAULT_URL}/v1.",
     ),
 ]
-AskedModel = Annotated[
-    str | None, typer.Option("--model", help="Default: the first that is served.")
+ModelName = Annotated[
+    str | None, typer.Option("--model", help="Default: the first model that is served.")
 ]
 ApiKey = Annotated[
-    str | None, typer.Option("--api-key", envvar="OPENAI_API_KEY", help="Sent as bearer token.")
+    str | None, typer.Option("--api-key", envvar="OPENAI_API_KEY", help="Sent as a bearer token.")
 ]

@@ -62,7 +62,7 @@ def process_words(process: str, words: Sequence[str]) -> list[str]:
     for flag in given.flags:
         if flag.name not in settings.names:
             raise UsageError(
-                f"{flag.typed} is no flag of `{settings.program}`",
+                f"{flag.typed} is not a flag of `{settings.program}`",
                 f"it is one of `{owner(flag.name)}`",
             )
     return settings.words(given.flags)

@@ -31,7 +31,10 @@ _READING_SECONDS = 2.5
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Result:
-    """The result of the tour. `same`: every answer has the same bytes as the undisturbed one."""
+    """The result of the tour.
+
+    `same` says whether every answer has the bytes of the undisturbed one.
+    """
 
     same: bool
     killed_pid: int
@@ -129,12 +132,12 @@ class Tour:
         self._out.print(f"   {text}", style="dim", markup=False, highlight=False, soft_wrap=True)
 
     def _on_line(self, line: LogLine) -> None:
-        """Notes a restart; other log lines of `headrace up` are not part of the tour."""
+        """Records a restart; other log lines of `headrace up` are not part of the tour."""
         self._restarted |= "restarting in" in line.summary
 
 
 class _KillOnce:
-    """Shows the first stream, and kills the engine that computes it in its middle."""
+    """Shows the first stream, and kills the engine that computes it in the middle of it."""
 
     def __init__(self, stack: DemoStack, out: Console) -> None:
         self._stack = stack
@@ -177,7 +180,7 @@ class _KillOnce:
 
 
 def run_demo(output: Output, out: Console, *, fast: bool) -> bool:
-    """Runs the tour; whether nothing was lost. Raises CliError."""
+    """the settings of another system"""
     for name in list(os.environ):
         if name == "REDIS_URL" or name.startswith("HEADRACE_"):
             del os.environ[name]  # settings of another system than this one

@@ -50,7 +50,7 @@ class DemoStack:
         argv += ["--port", str(port), "--data-dir", str(folder)]
         argv += ["--lease", str(LEASE_SECONDS), "--beat-interval", str(BEAT_SECONDS)]
         if visible_gpus(os.environ):
-            argv.append("--deterministic")  # on CPUs the kernels are, without it
+            argv.append("--deterministic")  # on CPUs, kernels are deterministic without it
         spec = ChildSpec(name="headrace up", argv=tuple(argv), env={"NO_COLOR": "1"})
         child = await Child.spawn(spec, on_line)
         stack = cls(child, f"http://127.0.0.1:{port}")
@@ -84,9 +84,9 @@ class DemoStack:
                 yield RunningEngine(process.pid, EngineInside(f"http://127.0.0.1:{port}"))
 
     def engine_of(self, request_id: str) -> RunningEngine | None:
-        """The engine that has this request; None if none has."""
+        """The engine that has this request; None if there is none."""
         for engine in self.engines():
-            with suppress(CliError):  # one that is starting does not answer
+            with suppress(CliError):  # an engine that is starting does not answer
                 running = engine.inside.requests()["requests"]
                 if any(request["request_id"] == request_id for request in running):
                     return engine

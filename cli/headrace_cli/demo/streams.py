@@ -26,17 +26,17 @@ class Answer:
 
     @property
     def size(self) -> int:
-        """In bytes."""
+        """The size in bytes."""
         return len(self.text.encode())
 
     @property
     def digest(self) -> str:
-        """The beginning of the SHA-256 of its bytes."""
+        """The beginning of the SHA-256 of the answer's bytes."""
         return hashlib.sha256(self.text.encode()).hexdigest()[:16]
 
 
 class Listener(Protocol):
-    """Hears the streams, each with the number of its question."""
+    """Gets the pieces of the streams, each with the number of its question."""
 
     def begun(self, number: int, request_id: str) -> None: ...
 
@@ -70,7 +70,7 @@ async def _ask(
     question: str,
     listener: Listener,
 ) -> Answer:
-    """Raises CliError if the stream breaks: nothing is retried here."""
+    """Raises CliError if the stream breaks; it is not retried."""
     body = {
         "model": model,
         "messages": [{"role": "user", "content": question}],

@@ -19,7 +19,7 @@ Checks = tuple[Callable[[], Iterator[Finding]], ...]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DoctorConfig:
-    """The same choices as for `up`.
+    """The options, which are the same as those of `up`.
 
     With `engine` only the needs of one engine are checked, as in its pod; `host`, `port` and
     `data_dir` are then ignored.

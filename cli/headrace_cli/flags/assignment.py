@@ -19,7 +19,7 @@ _BY_UP = {
     "fd": _CHOSEN,
     "log_format": f"{_CHOSEN}; see the log files in the data folder",
 }
-# Gateways have only the names of the engines' adapters.
+# Gateways need only the names of the engines' adapters.
 _OF_ENGINES = ("lora_modules",)
 
 
@@ -27,7 +27,8 @@ _OF_ENGINES = ("lora_modules",)
 class ProcessArguments:
     """The command lines of engines and gateways, and what `up` must know of the engines.
 
-    `threads` None: the engines may use all cores. `api_keys`: requests need a key.
+    `threads` None means that engines may use all cores. `api_keys` says whether requests need a
+    key.
     """
 
     engine: tuple[str, ...] = ()

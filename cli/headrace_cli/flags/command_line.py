@@ -1,4 +1,4 @@
-"""Reads the words of a command line as flags. Knows no process: the caller says what flags exist.
+"""Reads the words of a command line as flags. The caller says which flags exist.
 
 Words follow argparse: `--name value`, `--name=value`, and switches as `--name` or `--no-name`.
 """
@@ -23,7 +23,10 @@ class CommandLine:
 
 
 def read_words(words: Sequence[str], known: Mapping[str, Arity]) -> CommandLine:
-    """Raises UsageError for an unknown flag, a value that is missing, or one that is too much."""
+    """Reads words as flags.
+
+    Raises UsageError for an unknown flag, and for a missing or superfluous value.
+    """
     flags: list[Flag] = []
     loose: list[str] = []
     left = [word for word in words if word != "--"]

@@ -19,7 +19,7 @@ def config_words(path: Path) -> list[str]:
     except OSError as error:
         raise UsageError(f"--config: cannot read {path} ({error.strerror})") from error
     except (yaml.YAMLError, ValueError) as error:
-        raise UsageError(f"--config: {path} is no YAML", _FORM) from error
+        raise UsageError(f"--config: {path} is not YAML", _FORM) from error
     if not isinstance(found, dict):
         raise UsageError(f"--config: {path} has no flags", _FORM)
     return [word for key, value in found.items() for word in _words(f"--{key}", value)]

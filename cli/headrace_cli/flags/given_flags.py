@@ -24,9 +24,9 @@ class GivenFlags:
 
 
 def given_flags(words: Sequence[str], known: Mapping[str, Arity]) -> GivenFlags:
-    """Reads the words; those of the command line win over the file. Raises UsageError.
+    """Reads the words; the command line overrides the file.
 
-    `known` are Headrace's flags, beside which vLLM's are understood.
+    Raises UsageError. `known` are Headrace's flags; vLLM's are understood too.
     """
     every = {**arities(), **known, _CONFIG: Arity.ONE, _NAME: Arity.MANY}
     line = read_words(words, every)
@@ -42,7 +42,7 @@ def given_flags(words: Sequence[str], known: Mapping[str, Arity]) -> GivenFlags:
 
 
 def _one_name(flags: Sequence[Flag]) -> list[Flag]:
-    """The flags with one served name; further names become aliases, as answers have the first."""
+    """The flags with one served name. Answers have the first name, so the others become aliases."""
     names = [flag for flag in flags if flag.name == _NAME]
     aliases = {flag.value: names[0].value for flag in names[1:]}
     rest = [flag for flag in flags if flag.name != _NAME]

@@ -21,9 +21,9 @@ from ..errors import UsageError
 from .flag import Arity, Flag, option
 
 _MOST_SHOWN = 100
-# The words of pydantic-settings for a list or an object that it cannot read.
+# How pydantic-settings says that it cannot read a list or an object.
 _UNPARSED = re.compile(r"Parsing error encountered for (\w+):")
-# Settings that name what must be there at the start.
+# Settings that name files which must exist at the start.
 _FILES = ("chat_template", "api_keys_file", "sealing_keys_file")
 _INLINE = "write the template into a file and give its path"
 _FOLDERS = ("redis_credentials",)
@@ -72,13 +72,13 @@ class ProcessSettings:
         return [flag.word(self.arities[flag.name] is Arity.SWITCH) for flag in flags]
 
     def read(self, flags: Sequence[Flag]) -> Any:
-        """The settings by these flags and the environment.
+        """The settings that these flags and the environment give.
 
         Raises UsageError, which names every invalid value once.
         """
         given = {flag.name: flag for flag in flags}
         try:
-            # Not bound to LoggedSettings here: the class is known at run time only.
+            # The type is not bound to LoggedSettings, since the class is known only at run time.
             kind: Any = self.kind
             settings = parse_settings(kind, self.program, self.words(flags))
         except InvalidSettings as error:
@@ -105,7 +105,7 @@ class ProcessSettings:
         return f"{flag.typed} {flag.value[:_MOST_SHOWN]}{field}: {problem}"
 
     def _named(self, name: str) -> str:
-        """A setting that may be of a flag or of the environment."""
+        """The name of a setting, which may come from a flag or from the environment."""
         prefix = self.kind.model_config.get("env_prefix", "")
         return f"{option(name)} ({prefix}{name.upper()})"
 

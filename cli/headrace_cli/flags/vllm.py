@@ -31,7 +31,10 @@ class Renamed:
 
 @dataclass(frozen=True, slots=True)
 class Needless:
-    """A flag without effect: `why` says what Headrace does. Only with these values, if any."""
+    """A flag without effect.
+
+    `why` says what Headrace does. If it has values, only these have no effect.
+    """
 
     why: str
     arity: Arity = Arity.SWITCH
@@ -222,7 +225,7 @@ class Translation:
 
 
 def translated(flags: Sequence[Flag]) -> Translation:
-    """Headrace's flags for these, which may be vLLM's. Raises UsageError for absent ones."""
+    """Headrace's flags for these flags, which may be vLLM's. Raises UsageError for absent ones."""
     found: list[Flag] = []
     notes: dict[str, None] = {}
     for flag in flags:

@@ -163,7 +163,8 @@ def expiry(text: str, now: datetime) -> datetime:
         at = datetime.fromisoformat(text)
     except ValueError as error:
         raise UsageError(
-            f"{text!r} is no time", "give a span as 90d or 12h, or a time as 2027-01-31T12:00:00Z"
+            f"{text!r} is not a time",
+            "give a span as 90d or 12h, or a time as 2027-01-31T12:00:00Z",
         ) from error
     at = at if at.tzinfo is not None else at.replace(tzinfo=UTC)
     if at <= now:

@@ -1,4 +1,4 @@
-"""`headrace models`: says what the processes make of a checkpoint, and fetches one.
+"""`headrace models`: shows how the processes would serve a checkpoint, and fetches one.
 
 Imports doctor, machine and tables.
 """

@@ -22,7 +22,7 @@ _SECONDS = 300
 
 
 def run_check(model: str, output: Output) -> bool:
-    """Shows what is found; whether the model can be served."""
+    """Shows the findings; returns whether the model can be served."""
     bars_on_a_terminal_alone()
     found = list(_findings(model))
     table = plain_table("", "check", "found", "remedy")
@@ -44,7 +44,7 @@ def _findings(model: str) -> Iterator[Finding]:
     if any(each.level is Level.FAIL for each in checked):
         return
     try:
-        folder = resolve(model)  # of a hub id that is not here, the small files
+        folder = resolve(model)  # the small files, for a hub id that is not cached
     except TokenizerError as error:
         yield fail("model", str(error), "check the id, your network and HF_TOKEN")
         return
@@ -111,7 +111,7 @@ def _size(count: int) -> str:
 
 
 def _ask(module: str, folder: Path) -> dict[str, Any]:
-    """The JSON that a module prints about a folder, with `problem`."""
+    """The JSON that a module prints about a folder; `problem` is one of its keys."""
     command = [sys.executable, "-m", module, str(folder)]
     try:
         done = subprocess.run(  # noqa: S603

@@ -1,6 +1,6 @@
 """`headrace models pull`: fetches a hub id into the cache of huggingface-hub.
 
-What was fetched before an interruption is kept, and the next pull goes on from there.
+What was fetched before an interruption is kept, and the next pull continues from there.
 """
 
 import os
@@ -28,7 +28,10 @@ def run_pull(model: str, revision: str | None, output: Output) -> None:
 
 
 def bars_on_a_terminal_alone() -> None:
-    """Call it before the first import of huggingface_hub, which reads the variable then."""
+    """Shows progress bars only on a terminal.
+
+    Call it before the first import of huggingface_hub, which then reads the variable.
+    """
     if not sys.stderr.isatty():
         os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
 
@@ -55,7 +58,7 @@ def _fetch(model: str, revision: str | None) -> Path:
     except RevisionNotFoundError as error:
         raise CliError(f"{model} has no revision {revision}") from error
     except HFValidationError as error:
-        raise UsageError(f"{model!r} is no hub id", "as Qwen/Qwen3-0.6B") from error
+        raise UsageError(f"{model!r} is not a hub id", "as Qwen/Qwen3-0.6B") from error
     except unreachable as error:
         raise CliError(
             f"{model}: the hub cannot be reached ({_root(error)}): check the network and "
@@ -64,7 +67,7 @@ def _fetch(model: str, revision: str | None) -> Path:
 
 
 def hub_bytes(model: str) -> int | None:
-    """The size of a repository's weights as the hub says; None if it says nothing."""
+    """The size of a repository's weights, according to the hub; None if it does not say."""
     from huggingface_hub import HfApi
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError, OfflineModeIsEnabled
 
@@ -83,7 +86,7 @@ def hub_bytes(model: str) -> int | None:
 
 
 def _root(error: BaseException) -> str:
-    """The kind of the first error, which the hub's client wraps in others."""
+    """The type of the first error, which the hub's client wraps in others."""
     while (cause := error.__cause__ or error.__context__) is not None:
         error = cause
     return type(error).__name__

@@ -1,6 +1,6 @@
 """One run of one child process: starts it, reads its output, ends it.
 
-The child dies with this process. Event-driven: nothing here polls. Restarts are decided elsewhere.
+The child dies with this process. Nothing here polls. Restarts are decided elsewhere.
 """
 
 import asyncio
@@ -16,7 +16,7 @@ from . import guard
 from .logs import LineBuffer, LogLine, parse_line
 
 TAIL_LINES = 12
-# How long output may still arrive after a process ended: a grandchild can hold the pipe open.
+# How long output may still arrive after the process has ended: a grandchild can hold the pipe open.
 _FLUSH_SECONDS = 1.0
 _STREAMS = {1: "stdout", 2: "stderr"}
 
@@ -25,7 +25,8 @@ _STREAMS = {1: "stdout", 2: "stderr"}
 class ChildSpec:
     """The program to run. `env` is added to this process's environment.
 
-    `drain_seconds` is its time to end. `quiet`: its lines matter to a person only while it serves.
+    It may take `drain_seconds` to end. With `quiet`, lines that it writes before it is ready and
+    while it stops are only logged, not shown.
     """
 
     name: str

@@ -22,7 +22,7 @@ def main(argv: list[str]) -> NoReturn:
         os.close(pipe)
     else:
         watch(pipe)
-    if os.getppid() != parent:  # it died before the signal was armed
+    if os.getppid() != parent:  # it died before the signal was set
         sys.exit("the parent process is gone")
     try:
         os.execvp(program[0], program)  # noqa: S606

@@ -19,7 +19,7 @@ MAX_LINE_BYTES = 64 * 2**10
 _VALKEY = re.compile(r"^\d+:[A-Z] \d{1,2} \w{3} \d{4} [\d:.]+ (?P<level>[.\-*#]) (?P<message>.*)$")
 _VALKEY_LEVELS = {".": "DEBUG", "-": "INFO", "*": "INFO", "#": "WARNING"}
 _ALARMS = frozenset({"WARNING", "ERROR", "CRITICAL"})
-# Fields of our processes' lines that a person at the terminal does not need.
+# Fields of our processes' lines that a user at the terminal does not need.
 _HIDDEN = frozenset(
     {"timestamp", "level", "logger", "message", "trace_id", "span_id", "exception.stacktrace"}
 )
@@ -28,7 +28,7 @@ _MAX_SUMMARY_CHARS = 1000
 
 @dataclass(frozen=True, slots=True)
 class LogLine:
-    """One line of a child: `fields` go to its log file, `summary` is for a person."""
+    """One line of a child: `fields` go to its log file, `summary` is for the terminal."""
 
     level: str
     summary: str
@@ -37,7 +37,7 @@ class LogLine:
 
     @property
     def alarming(self) -> bool:
-        """Whether a person should see the line. Plain text is shown only when its process dies."""
+        """Whether the user should see the line. Plain text is shown only when its process dies."""
         return self.structured and self.level in _ALARMS
 
 

@@ -25,13 +25,13 @@ class Report(Protocol):
         """Reports the present activity of a process that is starting."""
 
     def event(self, text: str) -> None:
-        """Something worth a line."""
+        """Reports something worth a line."""
 
     def alarm(self, name: str, text: str) -> None:
-        """A warning or error of a process."""
+        """Reports a warning or error of a process."""
 
     def block(self, text: str) -> None:
-        """Several lines, as they are."""
+        """Prints several lines, unchanged."""
 
 
 class TerminalReport:
@@ -83,7 +83,7 @@ class _View(Protocol):
 
 
 class _PlainView:
-    """A line whenever a status changes."""
+    """Prints a line whenever a status changes."""
 
     def __init__(self, console: Console) -> None:
         self._console = console
@@ -102,7 +102,7 @@ class _PlainView:
 
 
 class _LiveView:
-    """A spinner per process that is starting; finished ones become lines."""
+    """Shows a spinner for each process that is starting; when it has started, its line stays."""
 
     def __init__(self, console: Console) -> None:
         self._console = console

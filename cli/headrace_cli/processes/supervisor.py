@@ -58,7 +58,7 @@ class Service:
         self._over = asyncio.Event()
         self._killing = False
         self._serving = False
-        self._reported = ""  # the last line that the report got as an alarm
+        self._reported = ""  # the last line that was reported as an alarm
         self._failures = 0
         self.starts = 0
         self.ready = asyncio.Event()
@@ -84,7 +84,10 @@ class Service:
             self._log.close()
 
     async def stop(self) -> None:
-        """SIGTERM, `drain_seconds` of patience, SIGKILL. Returns when `run` is over."""
+        """Sends SIGTERM, waits up to `drain_seconds`, then sends SIGKILL.
+
+        Returns when `run` is over.
+        """
         self._stopping.set()
         self._signal_child()
         try:
@@ -101,7 +104,7 @@ class Service:
         self._signal_child()
 
     def crash(self) -> None:
-        """Kills the current run, if there is one, as an accident would: another run follows."""
+        """Kills the current run, if any, as a crash would: another run follows."""
         if self._child is not None:
             self._child.kill()
 
@@ -118,7 +121,7 @@ class Service:
             self._child = await Child.spawn(self.spec, self._on_line)
         except OSError as error:
             raise StartFailed(f"{self.spec.name} cannot be started: {error}") from error
-        if self._stopping.is_set():  # while it was being started
+        if self._stopping.is_set():  # it was stopped while it was being started
             self._signal_child()
         watch = asyncio.create_task(self._watch_readiness())
         try:
@@ -149,7 +152,8 @@ class Service:
             await asyncio.wait_for(self._stopping.wait(), delay)
 
     def _obituary(self, ended: Exit, verb: str) -> str:
-        """What happened; with the last lines, unless the report has just shown the reason."""
+        """A sentence about the end of a run, with its last lines unless the report has just shown
+        the reason."""
         head = f"{self.spec.name} {verb} ({ended.reason})"
         if ended.tail and ended.tail[-1] == self._reported:
             return f"{head}, as it says above; all its lines are in {self._log.path}"
@@ -169,7 +173,7 @@ class Service:
 
 
 class Supervisor:
-    """Services in the order of their start. `failed` is done when one of them gives up."""
+    """Services in the order of their start. `failed` completes when one of them gives up."""
 
     def __init__(self) -> None:
         self._tasks: dict[Service, asyncio.Task[None]] = {}
@@ -185,7 +189,7 @@ class Supervisor:
         await asyncio.gather(*(service.stop() for service in services))
 
     def kill(self) -> None:
-        """SIGKILL to everything."""
+        """Sends SIGKILL to everything."""
         for service in self._tasks:
             service.kill()
 

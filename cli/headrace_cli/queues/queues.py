@@ -45,7 +45,7 @@ class QueueSession:
         try:
             return asyncio.run(self._connected(work))
         except SettingsError as error:
-            raise UsageError(f"{masked(self.url)} is no Redis URL", str(error)) from error
+            raise UsageError(f"{masked(self.url)} is not a Redis URL", str(error)) from error
         except (BackendUnavailable, BackendUnfit) as error:
             raise CliError(f"cannot use the queue at {masked(self.url)}: {error}") from error
         except SealingError as error:
@@ -77,7 +77,7 @@ def queue_url(given: str | None, data_dir: Path) -> str:
         return given
     if running := find_running(data_dir):
         return running.redis
-    # One that has not started all processes yet.
+    # An `up` that has not started all processes yet.
     socket = DataDir(data_dir).queue / SOCKET
     return socket_url(socket) if socket.exists() else DEFAULT_URL
 

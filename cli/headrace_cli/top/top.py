@@ -13,7 +13,7 @@ from .live_stream import Disconnected, LiveStream
 from .snapshot import Snapshot
 from .view import draw
 
-# Engines tell of their batch only after a first look; so long `--once` waits for them.
+# Engines report their batch only after a console has asked; `--once` waits this long for them.
 _DETAIL_SECONDS = 5.0
 _RETRY_SECONDS = 1.0
 
@@ -25,7 +25,8 @@ def show_once(stream: LiveStream, output: Output) -> None:
 
 
 async def _detailed(stream: LiveStream) -> tuple[str, Snapshot]:
-    """The first snapshot in which all engines tell of their batch, or the last one in time."""
+    """The first snapshot in which all engines report their batch, or the last one before the time
+    limit."""
     latest: tuple[str, Snapshot] | None = None
     with suppress(TimeoutError):
         async with asyncio.timeout(_DETAIL_SECONDS), aclosing(stream.snapshots()) as snapshots:
@@ -48,7 +49,7 @@ def stream_json(stream: LiveStream) -> None:
 
 
 def _print_json(text: str) -> None:
-    """`text` is one line: server-sent events cut at line ends."""
+    """Prints `text` as one line, since a server-sent event must not contain a line break."""
     sys.stdout.write(text.replace("\n", " ") + "\n")
     sys.stdout.flush()
 

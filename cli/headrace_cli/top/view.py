@@ -1,4 +1,4 @@
-"""Draws a snapshot as tables. Pure."""
+"""Draws a snapshot as tables, with pure functions."""
 
 from collections import Counter
 from collections.abc import Iterator
@@ -65,7 +65,7 @@ def _scaling(model: ModelRow) -> tuple[Text, Text]:
 
 
 def _engines(snapshot: Snapshot) -> Table:
-    """One row an engine; its model is named only where there are several."""
+    """A table with a row for each engine; its model is named only if there are several."""
     several = len(snapshot.models) > 1
     table = _table(
         "engine", *["model"][:several], "state", "step", "out/s", "in/s", "prefill", "decode",
@@ -74,11 +74,17 @@ def _engines(snapshot: Snapshot) -> Table:
     for engine in snapshot.engines:
         states = Counter(sequence.state for sequence in engine.sequences)
         table.add_row(
-            _said(engine.name or engine.id), *[_said(engine.model)][:several], _state(engine),
-            _step(engine.step_seconds), _whole(engine.output_tokens_per_s),
-            _whole(engine.prompt_tokens_per_s), *_batch(engine, states), _whole(engine.waiting),
-            _whole(engine.preemptions), *_kv(engine.kv),
-        )  # fmt: skip
+            _said(engine.name or engine.id),
+            *[_said(engine.model)][:several],
+            _state(engine),
+            _step(engine.step_seconds),
+            _whole(engine.output_tokens_per_s),
+            _whole(engine.prompt_tokens_per_s),
+            *_batch(engine, states),
+            _whole(engine.waiting),
+            _whole(engine.preemptions),
+            *_kv(engine.kv),
+        )  # The caller's sequences in all engines, and those of other tenants, who are not named.
     return table
 
 
@@ -105,7 +111,8 @@ def _sequences(snapshot: Snapshot) -> Iterator[Sequence]:
 
 
 def _batch(engine: EngineRow, states: Counter[str]) -> tuple[Text, Text]:
-    """Sequences in prefill and in decode; without detail all that run are shown as decoding."""
+    """The numbers of sequences in prefill and in decode; without detail, all are shown as
+    decoding."""
     if not engine.detail:
         return _NOTHING, _whole(engine.running)
     return Text(str(states["prefill"])), Text(str(states["decode"]))
@@ -129,7 +136,7 @@ def _kv(kv: KvBlocks | None) -> tuple[Text, Text]:
 
 
 def _said(text: str, style: str = "") -> Text:
-    """A text that came from elsewhere."""
+    """A text from outside, made safe for the terminal."""
     return Text(without_controls(text), style=style)
 
 

@@ -1,4 +1,4 @@
-"""Kills engines when a gateway of this `up` asks for it, so that people can see what happens then.
+"""Kills engines when a gateway of this `up` asks for it, so that users can watch the recovery.
 
 Each gateway has one end of a pair of sockets; restarted gateways get the same one again.
 """
@@ -22,7 +22,7 @@ from ..processes.supervisor import Service
 
 
 class KillSwitch:
-    """The killing of `engines`; `serve` answers until it is cancelled."""
+    """Kills `engines` on request; `serve` answers until it is cancelled."""
 
     def __init__(self, gateways: int, engines: Sequence[Service], report: Report) -> None:
         self._engines = engines
@@ -31,7 +31,7 @@ class KillSwitch:
 
     @property
     def fds(self) -> list[int]:
-        """The ends for the gateways."""
+        """The gateways' ends of the socket pairs."""
         return [theirs.fileno() for _, theirs in self._pairs]
 
     async def serve(self) -> None:
@@ -53,7 +53,7 @@ class KillSwitch:
             await loop.sock_sendall(own, encode(KillAnswer(request.number, self._kill(request))))
 
     def _kill(self, request: KillRequest) -> str | None:
-        """Ids of engines begin with host and process id, which no other `up` has in common."""
+        """Kills an engine. Its id begins with host and process id, which no other `up` uses."""
         host = socket.gethostname()
         for engine in self._engines:
             if engine.pid is not None and request.engine_id.startswith(f"{host}.{engine.pid}."):

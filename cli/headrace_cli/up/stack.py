@@ -15,7 +15,7 @@ from ..flags.flag import Flag, option
 from ..processes.child import ChildSpec
 from ..sockets import client_host
 
-_DRAIN_MARGIN = 15.0  # beyond the child's own budget, before it is killed
+_DRAIN_MARGIN = 15.0  # seconds beyond the child's own drain time before it is killed
 _THREADS = "HEADRACE_ENGINE_THREADS"
 
 
@@ -92,13 +92,13 @@ class HostResources:
 def engine_spec(
     index: int, config: UpConfig, *, redis_url: str, metrics_fd: int, resources: HostResources
 ) -> ChildSpec:
-    """An engine's process. The listening socket `metrics_fd` outlives it, to keep its port."""
+    """The process of an engine. The listening socket `metrics_fd` outlives it, to keep its port."""
     name = f"engine-{index}"
     env = {
         "HEADRACE_ENGINE_REDIS_URL": redis_url,
         "HEADRACE_ENGINE_MODEL": config.model,
         "HEADRACE_ENGINE_SERVED_MODEL_NAME": config.model_name,
-        # The gateways have the model in their settings; a registration would outlive this run.
+        # The gateways get the model from their settings; a registration would outlive this run.
         "HEADRACE_ENGINE_REGISTER_MODEL": "false",
         "HEADRACE_ENGINE_METRICS_FD": str(metrics_fd),
         "HEADRACE_ENGINE_DEBUG_PAGES": "true",  # its metrics port is on loopback

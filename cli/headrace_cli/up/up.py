@@ -30,7 +30,7 @@ from ..sockets import FIRST_METRICS_PORT, listen, listen_on_free_ports
 from .kill_switch import KillSwitch
 from .stack import HostResources, UpConfig, engine_spec, gateway_spec
 
-# Between two looks at a starting child's health.
+# Seconds between two health checks of a starting child.
 _PROBE_SECONDS = 0.2
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 

@@ -1,7 +1,7 @@
-"""The file of API keys: each key's tenant, models, limits and end. It holds hashes, never a key.
+"""The file of API keys: each key's tenant, models, limits and expiry. It holds hashes, never a key.
 
-A key is 256 random bits, so one SHA-256 is enough: a random key cannot be guessed, so a slow hash
-or a salt would add nothing. Gateways read the file, the command line writes it.
+A key is 256 random bits and cannot be guessed, so one SHA-256 suffices: a slow hash or a salt would
+add nothing. Gateways read the file, the command line writes it.
 """
 
 import base64
@@ -51,7 +51,7 @@ class _Entry(BaseModel):
 
 
 class KeyLimits(_Entry):
-    """The limits of one key over all gateways; None: no limit.
+    """The limits of one key over all gateways; None means no limit.
 
     Rates are token buckets: one minute's amount may be used at once, then it refills evenly.
     """
@@ -66,7 +66,7 @@ class KeyLimits(_Entry):
 
 
 class ApiKey(_Entry):
-    """One key. `models` None: all models.
+    """One key. `models` None allows all models.
 
     `priority_ceiling` is the most urgent `priority` that it may request (lower is sooner). If that
     is later than normal, it is also the key's default.
@@ -191,7 +191,7 @@ def write_keys(keys: Sequence[ApiKey]) -> str:
 def secret_manifest(name: str, keys: Sequence[ApiKey], namespace: str | None = None) -> str:
     """A Kubernetes Secret that gateways mount, with the file as its only field."""
     if not re.fullmatch(r"[a-z0-9]([a-z0-9.-]{0,251}[a-z0-9])?", name):
-        raise ApiKeysError(f"{name!r} is no name for a Secret: use a-z, 0-9, '-' and '.'")
+        raise ApiKeysError(f"{name!r} is not a valid name of a Secret: use a-z, 0-9, '-' and '.'")
     metadata = {"name": name} if namespace is None else {"name": name, "namespace": namespace}
     manifest = {
         "apiVersion": "v1",

@@ -26,9 +26,10 @@ EXIT_UNAVAILABLE = os.EX_UNAVAILABLE  # Redis may be available after a restart
 
 TERMINATION_LOG = Path("/dev/termination-log")
 """The file for a container's last message, which Kubernetes shows in the pod's status."""
-MAX_TERMINATION_MESSAGE = 2000  # characters; the kubelet takes 4096 bytes
+MAX_TERMINATION_MESSAGE = 2000  # characters; the kubelet accepts 4096 bytes
 
-# Named like settings: `headrace debug` reads the first, Kubernetes makes the others for Services.
+# Variables with the prefix of settings that are none: `headrace debug` reads the first, Kubernetes
+# makes the others for Services.
 _OF_OTHERS = re.compile(r".*_(METRICS_URL|SERVICE_(HOST|PORT).*|PORT_\d+_(TCP|UDP).*)")
 
 _OF_ARGUMENTS = "error parsing CLI: "
@@ -50,7 +51,7 @@ S = TypeVar("S", bound=LoggedSettings)
 
 @dataclass(frozen=True, slots=True)
 class Fault:
-    """What is wrong, and with which setting; without one, it is the command line."""
+    """A problem, and the setting that has it; without a setting, the command line has it."""
 
     problem: str
     setting: str = ""
@@ -60,7 +61,7 @@ class Fault:
 
 
 class InvalidSettings(SettingsError):
-    """Flags or variables that are no valid settings."""
+    """Flags or variables that are not valid settings."""
 
     def __init__(self, faults: Iterable[Fault]) -> None:
         self.faults = tuple(faults)
@@ -107,7 +108,8 @@ def read_settings(kind: type[S], program: str, arguments: list[str] | None) -> S
 
 
 def write_termination_message(code: str, problem: str) -> None:
-    """Writes `code: problem` in one line as the pod's last message; outside a pod does nothing.
+    """Writes `code: problem` in one line as the pod's termination message; does nothing outside a
+    pod.
 
     Without it the pod's status shows the end of the log, which may be the middle of a traceback.
     """
@@ -118,7 +120,7 @@ def write_termination_message(code: str, problem: str) -> None:
 
 
 async def run_until_signal(work: Coroutine[Any, Any, None]) -> None:
-    """Runs `work`, which SIGTERM or SIGINT cancels until it sets its own handlers."""
+    """Runs `work`, which SIGTERM or SIGINT cancels unless it has set its own handlers."""
     task = asyncio.current_task()
     assert task is not None
     for number in SIGNALS:

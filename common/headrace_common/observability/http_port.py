@@ -1,8 +1,8 @@
 """A small HTTP/1.0 server on a thread of its own, bounded in time, memory and file descriptors.
 
 The thread runs an event loop: it accepts connections, reads heads of requests and writes responses,
-and never waits for a client. A slow response is made on another thread, whose number a ThreadLimit
-bounds. A client that sends or reads slowly loses its connection after a time, or immediately if
+and never waits for a client. A slow response is made on another thread; a ThreadLimit bounds their
+number. A client that sends or reads slowly loses its connection after a time, or immediately if
 another client needs it.
 """
 
@@ -56,23 +56,23 @@ class HttpResponse:
 
 
 class ThreadLimit:
-    """Runs work on threads of its own, at most `places` at a time.
+    """Runs work on threads of its own, at most `max_threads` at a time.
 
-    `unbounded` work takes as long as it takes; other work is given up after RESPONSE_TIMEOUT_S.
+    `unbounded` work has no time limit; other work is given up after RESPONSE_TIMEOUT_S.
     """
 
-    def __init__(self, name: str, places: int, *, unbounded: bool = False) -> None:
+    def __init__(self, name: str, max_threads: int, *, unbounded: bool = False) -> None:
         self.name, self.unbounded = name, unbounded
-        self._places = threading.BoundedSemaphore(places)
+        self._free_threads = threading.BoundedSemaphore(max_threads)
 
     def start(self, work: Callable[[], None]) -> bool:
         """Starts work on a thread; False if all are in use or the process may have no more."""
-        if not self._places.acquire(blocking=False):
+        if not self._free_threads.acquire(blocking=False):
             return False
         try:
             threading.Thread(target=self._run, args=(work,), name=self.name, daemon=True).start()
         except RuntimeError:
-            self._places.release()
+            self._free_threads.release()
             return False
         return True
 
@@ -80,7 +80,7 @@ class ThreadLimit:
         try:
             work()
         finally:
-            self._places.release()
+            self._free_threads.release()
 
 
 @dataclass(frozen=True, slots=True)

@@ -46,7 +46,7 @@ def observed_gauge(meter: Meter, metric: Metric, observe: Observe) -> None:
 
 
 def observed_counter(meter: Meter, metric: Metric, observe: Observe) -> None:
-    """A counter whose totals are counted elsewhere."""
+    """A counter whose totals are counted elsewhere and read when exported."""
     assert metric.kind is MetricKind.COUNTER, metric.name
     meter.create_observable_counter(
         metric.name, _callbacks(observe), metric.unit, metric.description

@@ -45,7 +45,8 @@ _bound: ContextVar[Mapping[str, object]] = ContextVar(
 
 @contextmanager
 def bound(**fields: object) -> Iterator[None]:
-    """Adds fields to every line that this task, and tasks started inside, log meanwhile."""
+    """Adds fields to every line that this task, and tasks started in the block, log within the
+    block."""
     token = _bound.set({**_bound.get(), **fields})
     try:
         yield

@@ -1,6 +1,6 @@
 """Every metric, span and attribute name that Headrace exports, with units and histogram buckets.
 
-The names of others come first: OpenTelemetry's GenAI semantic conventions for requests and tokens,
+Established names are preferred: OpenTelemetry's GenAI semantic conventions for requests and tokens,
 vLLM's (`vllm:`) for the gauges that routers such as the Gateway API inference extension scrape.
 Only constants: nothing here imports OpenTelemetry or records anything.
 """
@@ -35,7 +35,8 @@ class Metric:
         return f"{base}_total" if self.kind is MetricKind.COUNTER else base
 
 
-# The conventions' edges, then upwards: long generations would all fall into the last bucket.
+# The conventions' edges, with larger ones added: long generations would all fall into the last
+# bucket.
 _REQUEST_SECONDS = (
     *(0.01, 0.02, 0.04, 0.08, 0.16, 0.32, 0.64, 1.28, 2.56, 5.12, 10.24, 20.48, 40.96, 81.92),
     *(163.84, 327.68, 655.36, 1310.72, 2621.44, 5242.88),
@@ -397,8 +398,8 @@ GATEWAY_METRICS = (
     GATEWAY_UNAUTHORIZED,
     GATEWAY_GRAMMAR_CHECKS,
 )
-# With API keys on these carry TENANT_LABEL: the tenants of the keys, or OTHER_TENANTS. The others
-# do not, since their histograms would cost more series than they tell.
+# With API keys on, these carry TENANT_LABEL: the tenants of the keys, or OTHER_TENANTS. The others
+# do not, because their histograms would have too many series.
 TENANT_METRICS = (
     REQUEST_DURATION,
     TIME_TO_FIRST_TOKEN,
@@ -483,13 +484,13 @@ ERROR_TYPE = "error.type"
 SERVER_ADDRESS = "server.address"
 SERVER_PORT = "server.port"
 K8S_NAMESPACE = "k8s.namespace.name"
-# vLLM's, outside the conventions but widely read.
+# vLLM's attributes, which are not in the conventions but widely read.
 LATENCY_QUEUE = "gen_ai.latency.time_in_queue"
 LATENCY_TIME_TO_FIRST_TOKEN = "gen_ai.latency.time_to_first_token"  # noqa: S105
 LATENCY_PREFILL = "gen_ai.latency.time_in_model_prefill"
 LATENCY_DECODE = "gen_ai.latency.time_in_model_decode"
 LATENCY_E2E = "gen_ai.latency.e2e"
-# Ours.
+# Our own attributes.
 REASON = "reason"
 STATE = "state"
 PLACE = "place"

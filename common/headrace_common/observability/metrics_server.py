@@ -29,7 +29,7 @@ HealthCheck = Callable[[], str | None]
 PageAnswer = tuple[HTTPStatus, str, bytes]
 """Status, content type and body."""
 
-# Scrapes that render or wait for their turn.
+# The number of scrapes that may render or wait.
 MAX_SCRAPES = 8
 MAX_PAGES = 4
 
@@ -88,11 +88,12 @@ class MetricsServer:
         self._checks = {"/health/live": live, "/health/ready": ready}
 
     def set_notice(self, notice: HealthCheck) -> None:
-        """Sets a notice that /health/ready shows beside the process's readiness; None: nothing."""
+        """Sets a notice that /health/ready shows next to the process's readiness; None removes
+        it."""
         self._notice = notice
 
     def set_pages(self, pages: Mapping[str, Page]) -> None:
-        """Sets the pages beside metrics and health, by path."""
+        """Sets further pages by path."""
         self._pages = pages
 
     @property

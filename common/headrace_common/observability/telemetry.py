@@ -116,8 +116,8 @@ class TelemetrySettings(BaseSettings):
 class Telemetry:
     """The instruments of a process. `registry` is None if no Prometheus endpoint is open.
 
-    `tracing` and `measuring` say whether spans and metrics go anywhere, for callers who would
-    otherwise prepare them in vain.
+    `tracing` and `measuring` say whether spans and metrics are exported, so that callers need not
+    prepare them in vain.
     """
 
     meter: Meter
@@ -139,17 +139,17 @@ class Telemetry:
             self.server.set_health(live=live, ready=ready)
 
     def set_notice(self, notice: HealthCheck) -> None:
-        """Sets what /health/ready says beside whether the process is ready."""
+        """Sets a notice that /health/ready shows next to the process's readiness."""
         if self.server is not None:
             self.server.set_notice(notice)
 
     def set_pages(self, pages: Mapping[str, Page]) -> None:
-        """Sets what the metrics port shows beside metrics and health, if there is one."""
+        """Sets further pages of the metrics port, if there is one."""
         if self.server is not None:
             self.server.set_pages(pages)
 
     def shutdown(self) -> None:
-        """Sends what is left and closes the metrics port. Call once, at the end.
+        """Exports what is left and closes the metrics port. Call once, at the end.
 
         Blocks, for at most FLUSH_TIMEOUT_S where a collector does not answer; from asyncio use
         `asyncio.to_thread`.
@@ -160,7 +160,7 @@ class Telemetry:
 
 
 def disabled() -> Telemetry:
-    """Telemetry that goes nowhere: a call on one of its instruments takes 0.2 microseconds."""
+    """Telemetry that is not exported: a call on one of its instruments takes 0.2 microseconds."""
     return Telemetry(
         meter=NoOpMeterProvider().get_meter(SCOPE), tracer=NoOpTracerProvider().get_tracer(SCOPE)
     )
@@ -217,7 +217,8 @@ def setup(
 
 
 def _run_bounded(flushers: Sequence[_Flusher], seconds: float) -> None:
-    """Runs all at once and gives up on those that take longer: the SDK itself retries for 30 s."""
+    """Runs all functions at once and gives up on those that take longer; the SDK itself retries for
+    30 s."""
     threads = [
         threading.Thread(target=flush, name="telemetry-shutdown", daemon=True) for flush in flushers
     ]

@@ -1,8 +1,8 @@
-"""Trace context across the queue, and what spans of GenAI requests are called and carry.
+"""Trace context across the queue, and the names and attributes of the spans of GenAI requests.
 
 The context travels as W3C Trace Context in a message's `trace`. Spans never hold what users wrote
-or models answered, unless the caller opts in by adding it. Nothing here touches OpenTelemetry's
-globals but its context variable.
+or models answered, unless the caller opts in by adding it. Of OpenTelemetry's global state, only
+the context variable is used.
 """
 
 from collections.abc import Mapping, Sequence
@@ -33,7 +33,7 @@ _propagator = TraceContextTextMapPropagator()
 
 
 def inject(span: Span) -> dict[str, str]:
-    """The span's context as `traceparent` and `tracestate`; empty where there is no trace."""
+    """The span's context as `traceparent` and `tracestate`; empty if there is no trace."""
     carrier: dict[str, str] = {}
     _propagator.inject(carrier, set_span_in_context(span, Context()))
     return {key: value for key, value in carrier.items() if len(value) <= MAX_TRACE_CHARS}
@@ -48,7 +48,7 @@ def extract(carrier: Mapping[str, str]) -> Context:
 
 
 def span_context(carrier: Mapping[str, str]) -> SpanContext:
-    """The remote span that `carrier` names; not valid where it names none."""
+    """The remote span that `carrier` names; invalid if it names none."""
     return get_current_span(extract(carrier)).get_span_context()
 
 
@@ -113,7 +113,10 @@ def sampling_attributes(sampling: SamplingParams) -> dict[str, AttributeValue]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ResponseSummary:
-    """How a request went, as its client saw it. Times in seconds; None where it never happened."""
+    """The outcome of a request as its client saw it.
+
+    Times are in seconds; None if it did not happen.
+    """
 
     input_tokens: int
     output_tokens: int
@@ -144,7 +147,7 @@ def end_request_span(span: Span, response: ResponseSummary) -> None:
 class EngineTimes:
     """One engine's work on a request. Times are Unix nanoseconds by that engine's clock.
 
-    `first_token_ns` is None where it made none. Steps are the engine's step numbers: they tell
+    `first_token_ns` is None if it generated none. Steps are the engine's step numbers: they tell
     which requests shared a batch without a span for every request in every step.
     """
 

@@ -8,7 +8,10 @@ from contextlib import asynccontextmanager
 
 
 class SlotsFull(Exception):
-    """Too much work waits, or for too long. `tenant`: the limit is the tenant's own, not of all."""
+    """Too much work waits, or has waited too long.
+
+    `tenant` says that the tenant's own limit is reached.
+    """
 
     def __init__(self, *, tenant: bool) -> None:
         super().__init__("the tenant's limit" if tenant else "the limit of all tenants")
@@ -59,7 +62,7 @@ class FairSlots:
         try:
             await place
         except asyncio.CancelledError:
-            if place.done() and not place.cancelled():  # it was given one meanwhile
+            if place.done() and not place.cancelled():  # it got a slot meanwhile
                 self.leave(tenant)
             else:
                 self._remove(tenant, place)
@@ -92,7 +95,7 @@ class FairSlots:
         while (following := next(filter(self._may_enter, self._waiting), None)) is not None:
             places = self._waiting.pop(following)
             place = places.popleft()
-            if places:  # its next one comes after those of other tenants
+            if places:  # its next caller comes after those of other tenants
                 self._waiting[following] = places
             if not place.cancelled():
                 self._held[following] += 1

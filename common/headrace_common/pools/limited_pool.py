@@ -26,7 +26,7 @@ from pebble import ProcessExpired, ProcessFuture, ProcessPool
 IDLE_S = 300.0
 # A process is replaced after this many tasks, which bounds leaks of the libraries.
 MAX_TASKS = 200
-# The event loop and the engine's steps come first where the cores are shared.
+# The event loop and the engine's steps have priority where cores are shared.
 NICE = 10
 # When a container's memory is used up, these processes are killed first.
 OOM_SCORE = "1000"
@@ -232,7 +232,7 @@ def _kill_reason(code: int) -> KillReason:
     match -code:
         case signal.SIGXCPU:
             return KillReason.CPU
-        case signal.SIGABRT:  # Rust's and C++'s answer to a refused allocation
+        case signal.SIGABRT:  # how Rust and C++ react to a refused allocation
             return KillReason.MEMORY
         case _:
             return KillReason.DIED

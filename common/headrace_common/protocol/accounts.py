@@ -37,7 +37,7 @@ class Item:
 
 
 def member_of(kind: ItemKind, name: str) -> str:
-    """The name of an item in its account."""
+    """The name of an item within its account."""
     return f"{kind}:{name}"
 
 
@@ -102,7 +102,8 @@ class Accounts(Protocol):
 
 
 def full(quota: Quota, item: Item, used: Mapping[ItemKind, int], items: int) -> Bound | None:
-    """The bound that `item` would exceed, beside `used` bytes and `items` others of its kind."""
+    """The bound that `item` would exceed, given `used` bytes and `items` other items of its
+    kind."""
     if _over(quota.max_bytes, sum(used.values()) + item.size):
         return Bound.BYTES
     if _over(quota.kind_bytes, used[item.kind] + item.size):

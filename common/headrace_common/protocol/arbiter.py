@@ -53,7 +53,7 @@ class Deliver(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Send:
-    """A control message for an engine."""
+    """A control message to send to an engine."""
 
     engine_id: str
     control: Control
@@ -94,11 +94,11 @@ class _Choice:
 
     def __init__(self) -> None:
         self.token_ids: list[int] = []
-        self.logprobs: list[Logprobs] = []  # as many as tokens, or no more come
+        self.logprobs: list[Logprobs] = []  # as many as tokens, unless no more are known
         self.finish_reason: str | None = None
         self.stop_token: int | None = None
         self.embedding: bytes | None = None
-        self.asked = -1  # the gap for which a Resend is under way
+        self.asked = -1  # the gap for which a Resend was sent
         self.behind_gap = 0
 
     def add(self, token_ids: Sequence[int], logprobs: Sequence[Logprobs] | None) -> None:
@@ -130,9 +130,10 @@ class Arbiter:
         self.owner: Sender | None = None
         self.failed: Failed | None = None
         self._distrusted = False  # the owner sent other tokens than before: it must ask first
-        self._round = 0  # of the owner's last Takeover: its tokens of earlier rounds are not valid
+        # the round of the owner's last Takeover: its tokens of earlier rounds are invalid
+        self._round = 0
         self._choices = [_Choice() for _ in range(choices)]
-        self._open = choices  # how many have not ended
+        self._open = choices  # the number of choices that have not ended
         self._retired: set[Sender] = set()
         self._ignored: dict[Sender, int] = {}
 
@@ -207,7 +208,7 @@ class Arbiter:
     def adopt(self, states: Sequence[ChoiceState]) -> Sequence[Action]:
         """Takes over the output that a dead gateway had received from the request's owner.
 
-        Changes nothing if that output is of another history or is not longer than this one.
+        Changes nothing if that output belongs to another history or is not longer.
         """
         if self.ended or len(states) != len(self._choices) or not self._extended_by(states):
             return []
@@ -216,7 +217,8 @@ class Arbiter:
     def settle(self, outcome: Outcome) -> Sequence[Action] | None:
         """Completes a request from its stored outcome when its last frames did not arrive.
 
-        None if the outcome is of another history than the client's: the missing tokens are lost.
+        None if the outcome belongs to another history than the client's: the missing tokens are
+        lost.
         """
         if outcome.failed is not None:
             self.failed = outcome.failed
@@ -235,7 +237,8 @@ class Arbiter:
         if sender == self.owner:
             return self._extend(sender, reply)
         if sender[1] >= self.attempt:
-            # Someone started over: Redis forgot the owner. It must ask before it is heard.
+            # An engine has started again because Redis forgot the owner. It must ask before its
+            # tokens count.
             return self._nudge(sender, "restarted")
         return self._refuse(sender, reply, "older_attempt")
 
@@ -244,7 +247,7 @@ class Arbiter:
         if choice.finish_reason is not None:
             return [Ignore("choice_ended")]
         if reply.round < self._round:
-            # Read again from before its Takeover: of a run with other tokens than the client's.
+            # An old frame, read again: it precedes the Takeover and has tokens of another history.
             return self._nudge(sender, "earlier_round")
         known = len(choice.token_ids)
         if self._distrusted or self._contradicts(choice, reply):

@@ -19,7 +19,8 @@ class AttemptHistory:
         self._attempts: OrderedDict[str, int] = OrderedDict()
 
     def check(self, lease: Lease) -> Lease:
-        """The lease, marked `recovered` if this engine has had this or a later attempt before."""
+        """The lease, marked `recovered` if this engine has already had this attempt or a later
+        one."""
         rid = lease.request.request_id
         had = self._attempts.pop(rid, 0)
         self._attempts[rid] = max(had, lease.attempt)

@@ -1,7 +1,7 @@
 """The queue's two sides as interfaces: the operations of gateways and of engines.
 
 Implemented over Redis Streams and, with the same contract tests, in memory. docs/protocol.md has
-the promises; nothing here waits by polling.
+the guarantees; nothing here polls.
 """
 
 import math
@@ -157,8 +157,8 @@ class EngineStatus:
     """The status that an engine publishes with every beat. It expires with the lease.
 
     `last_step_age` is the seconds since its last finished step; 0 while it is idle and healthy. The
-    engine takes from the first `shards` shards of its model's queue, and may take from more.
-    `name` is for people, empty if it has none. `shows_batch`: it writes snapshots after a Watch.
+    engine takes from the first `shards` shards of its model's queue, and may take from more. `name`
+    is for people; it may be empty. `shows_batch` says that it writes snapshots after a Watch.
     """
 
     engine_id: str

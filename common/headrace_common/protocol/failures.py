@@ -5,10 +5,10 @@ from ..wire.messages import Failed
 from .base import Outcome
 
 # Endings that decide nothing: a gateway that still has the request and its client's answer so far
-# may resume it; as in shared.lua.
+# may resume it. The same list is in shared.lua.
 UNDECIDED = frozenset({FailureCode.LOST, FailureCode.ABANDONED})
 
-# No client wanted the answer any more, or none seemed to.
+# No client wanted the answer any more, or no client seemed to.
 CALLED_OFF = frozenset({FailureCode.CANCELLED, FailureCode.ABANDONED})
 
 _TEXTS = {

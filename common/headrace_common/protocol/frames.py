@@ -120,7 +120,7 @@ def decode_control(data: bytes) -> Control:
 
 
 def is_of_operator(data: bytes) -> bool:
-    """Whether it is Drain or Recall, which the operator sends; they contain no requests' data."""
+    """Whether it is Drain or Recall, which the operator sends; they contain no data of requests."""
     return data in (encode_control(Drain()), encode_control(Recall()))
 
 

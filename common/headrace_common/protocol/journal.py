@@ -1,7 +1,7 @@
 """Rebuilds a request's output when its gateway is gone, from the journal and later frames.
 
-Only tokens of one engine in one attempt belong together: other attempts are other histories, and
-tokens before and after the engine asked again (Takeover) are of different histories too.
+Only tokens of one engine in one attempt belong together. A Takeover begins anew: what was sent
+before it is ignored.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -24,7 +24,7 @@ class _Choice:
     def extend(
         self, index: int, token_ids: tuple[int, ...], logprobs: tuple[Logprobs, ...] | None
     ) -> bool:
-        """Adds the new ones of the tokens from `index`; False if earlier tokens are missing."""
+        """Adds those of the tokens that are new; False if tokens before `index` are missing."""
         known = len(self.token_ids)
         if index > known:
             return False
@@ -116,12 +116,14 @@ def _from_journal(journal: Mapping[bytes, bytes], number: int) -> _Choice:
         if not choice.extend(index, tokens, _positions(logprobs.get(index, b""), len(tokens))):
             raise MessageError(f"journal: tokens before {index} of choice {number} are missing")
     if len(choice.token_ids) != length:
-        raise MessageError(f"journal: {len(choice.token_ids)} tokens of choice {number}: {length}")
+        raise MessageError(
+            f"journal: choice {number} has {len(choice.token_ids)} tokens, not {length}"
+        )
     return choice
 
 
 def _positions(data: bytes, tokens: int) -> tuple[Logprobs, ...] | None:
-    """None if they belong to other tokens, written before the present ones."""
+    """The log probabilities; None if they were written for other tokens, before these."""
     try:
         return decode_logprobs(data, tokens) if data else None
     except MessageError:

@@ -22,7 +22,7 @@ MINUTE_MS = 60_000
 
 
 class RateLimit(StrEnum):
-    """The limit that a request would exceed."""
+    """The limits that a request may exceed."""
 
     REQUESTS = "requests"
     TOKENS = "tokens"
@@ -31,7 +31,7 @@ class RateLimit(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rates:
-    """The limits of one key; None: no limit of that kind. Rates are per minute."""
+    """The limits of one key; None means no limit of that kind. Rates are per minute."""
 
     requests: int | None = None
     tokens: int | None = None
@@ -91,7 +91,7 @@ class KeyUsage(Protocol):
     async def settle(
         self, key_id: str, request_id: str, rates: Rates, settlement: Settlement
     ) -> None:
-        """Ends a request: counts the tokens that it used and frees its place."""
+        """Ends a request: counts the tokens that it used, and no longer counts it as running."""
 
     async def renew(self, key_id: str, request_ids: Sequence[str]) -> None:
         """Renews the leases of running requests; call it every LEASE_MS / 3."""

@@ -1,7 +1,7 @@
 """The state of a running system that consoles show, as bytes in Redis: batches and decisions.
 
-Engines and the operator write it, gateways read it as a stranger's: sizes, types and texts are
-checked before anything is used. It has no text or token of a request.
+Engines and the operator write it. Gateways do not trust it: they check sizes, types and texts
+first. It has no text or token of a request.
 """
 
 import math
@@ -13,15 +13,15 @@ from ..errors import MessageError
 from ..wire.decoding import at_least, count, identifier, items_of, versioned
 from ..wire.messages import PROTOCOL_VERSION, pack_message
 
-# Sequences of one engine in a snapshot; it says how many more there are.
+# The maximal number of sequences of one engine in a snapshot, which also counts the others.
 MAX_SEQUENCES = 128
 MAX_SNAPSHOT_BYTES = 96 * 1024
 MAX_DECISION_BYTES = 4096
 MAX_REASON_CHARS = 64
 MAX_MESSAGE_CHARS = 1024
-# Milliseconds. An engine writes snapshots for as long as one Watch message says, at most this.
+# Milliseconds: the longest time for which one Watch message makes an engine write snapshots.
 MAX_WATCH_MS = 10_000
-# Longer than an engine's status lives, so that one that died is seen with its last batch.
+# Longer than the lifetime of an engine's status, so that the last batch of a dead engine is shown.
 SNAPSHOT_TTL_MS = 15_000
 DECISION_TTL_MS = 120_000
 
@@ -50,7 +50,10 @@ class SequenceSnapshot:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KVBlocks:
-    """The blocks of a KV cache: used, cached and free ones are all, shared ones are used twice."""
+    """The blocks of a KV cache.
+
+    Every block is used, cached or free; shared blocks have several users.
+    """
 
     total: int
     used: int
@@ -62,7 +65,7 @@ class KVBlocks:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineSnapshot:
-    """An engine's batch at one moment, `time` by Redis' clock in Unix seconds.
+    """An engine's batch at one moment, at `time` in Unix seconds of Redis' clock.
 
     Rates are tokens per second. `sequences_left_out` counts those beyond MAX_SEQUENCES.
     """
@@ -131,7 +134,7 @@ class LiveStore(Protocol):
         """Asks these engines to write snapshots for the next seconds."""
 
 
-# The order of the numbers in messages.
+# The order of the numbers in the packed form.
 _BLOCKS = ("total", "used", "shared", "cached", "free", "block_tokens")
 _LENGTHS = ("prompt", "computed", "output", "max_output", "step_tokens")
 _COUNTS = ("running", "waiting", "preemptions", "sequences_left_out")

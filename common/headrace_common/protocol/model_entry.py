@@ -12,10 +12,10 @@ from .registry import Files, RegisteredModel, RegistrationGrant, RegistryError, 
 
 MAX_NAME_BYTES = 2048
 MAX_ENTRY_BYTES = 65536
-MAX_PACKED_BYTES = MAX_FILES_BYTES + 4096  # with their names
-MOST_TOKENS = 2**31  # and Unix seconds, in what an entry says
+MAX_PACKED_BYTES = MAX_FILES_BYTES + 4096  # including their names
+MOST_TOKENS = 2**31  # and Unix seconds, bounds of an entry's numbers
 _DIGEST = re.compile(r"[0-9a-f]{64}")
-_LATER = ("adapters", "holds")  # entries of older versions lack them
+_LATER = ("adapters", "holds")  # entries of older versions have no such field
 _FIELDS = {f.name: f.type for f in fields(RegisteredModel) if f.name not in _LATER}
 
 

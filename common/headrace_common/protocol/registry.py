@@ -39,7 +39,7 @@ class RegisteredModel:
     holds: bool = False
 
     def since(self, known: "RegisteredModel | None") -> "RegisteredModel":
-        """This entry, with the `created` of `known` if that has the same files and owner."""
+        """This entry, with the `created` of `known` if both have the same files and owner."""
         if known is None or (known.digest, known.owner) != (self.digest, self.owner):
             return self
         return replace(self, created=known.created)

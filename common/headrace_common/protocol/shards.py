@@ -12,8 +12,9 @@ from collections.abc import Sequence
 from ..wire.keys import MAX_SHARDS, SHARDS_KEPT_MS
 from .base import EngineStatus
 
-SHARD_FIELDS = ("sh", "su")  # of the first shard's statistics: number, until when (Unix ms)
-REMEMBERED = 10_000  # pairs of model and tenant whose requests are assigned evenly
+# fields of the first shard's statistics: number, and until when (Unix ms)
+SHARD_FIELDS = ("sh", "su")
+REMEMBERED = 10_000  # pairs of model and tenant whose requests are spread evenly
 
 
 def shards_of(engines: Sequence[EngineStatus]) -> int:

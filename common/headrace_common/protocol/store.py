@@ -44,7 +44,8 @@ class StoredRequest:
 
     @property
     def name(self) -> str:
-        """A name that differs from others stored under the same id, before or after."""
+        """A name that differs from those of other requests stored under the same id, before or
+        after."""
         return self.generation or self.requests[0].request_id
 
     @property
@@ -71,22 +72,20 @@ class RequestStore(Protocol):
     async def put(
         self, stored: StoredRequest, replaces: StoredRequest | None = None
     ) -> StoredRequest:
-        """Stores it if there is none, or only `replaces`; returns what is stored now.
-
-        Raises SealingError if that cannot be opened.
-        """
+        """Stores it if there is none, or only the one that it `replaces`; returns what is stored
+        now. Raises SealingError if that cannot be opened."""
 
     async def get(self, request_id: str) -> StoredRequest | None:
         """The request stored under this id. Raises SealingError if it cannot be opened."""
 
     async def remove(self, stored: StoredRequest) -> None:
-        """Removes exactly this one."""
+        """Removes exactly this request."""
 
     async def set_presence(self, request_id: str, seconds: float) -> None:
         """Notes that a client is connected, or may reconnect within `seconds`."""
 
     async def presence_left(self, request_id: str) -> float:
-        """The seconds for which the presence noted last still holds; 0 if there is none."""
+        """The seconds for which the last noted presence still holds; 0 if there is none."""
 
     async def begin_read(self, stored: StoredRequest, gateway_id: str) -> Sequence[str]:
         """Notes that a gateway starts to rebuild the answer; returns the others that are noted."""

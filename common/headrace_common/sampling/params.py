@@ -197,7 +197,7 @@ _FIELDS = tuple(field.name for field in fields(SamplingParams))
 
 def _whole(name: str, value: object, low: int, high: int) -> None:
     if type(value) is int and low <= value <= high:
-        return  # as nearly always: each request is checked twenty times
+        return  # the usual case: each request is checked twenty times
     if isinstance(value, bool) or not isinstance(value, int):
         raise SamplingError(name, f"must be a whole number, not {value!r:.60}")
     if not low <= value <= high:

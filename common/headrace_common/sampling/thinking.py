@@ -1,6 +1,6 @@
-"""How a model marks its reasoning, for a limit on the tokens of it.
+"""How a model marks its reasoning, which is needed to limit it.
 
-Only the standard library.
+Imports only the standard library.
 """
 
 from collections.abc import Mapping

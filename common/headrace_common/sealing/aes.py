@@ -26,7 +26,7 @@ COUNT_BYTES = 8
 TAG_BYTES = 16
 HEADER_BYTES = len(PREFIX) + ID_BYTES + SALT_BYTES
 OVERHEAD_BYTES = HEADER_BYTES + COUNT_BYTES + TAG_BYTES
-MOST_RECORDS = 2**32  # of one derived key
+MOST_RECORDS = 2**32  # records per derived key
 MOST_DERIVED = 4096  # cached keys of other processes
 _ZEROS = bytes(4)  # a nonce has 12 bytes
 _INFO = b"headrace sealing, one process"
@@ -75,7 +75,7 @@ class AesSealer:
         self._writer = _Writer(ring.first)
 
     def share(self, secret: bytes) -> None:
-        """Sets the secret that `digests` uses. All processes have the same."""
+        """Sets the secret that `digests` uses, which all processes have in common."""
         self._secret = secret
 
     def seal(self, kind: PayloadKind, binding: Binding, data: bytes) -> bytes:
@@ -95,7 +95,7 @@ class AesSealer:
             self._writer = _Writer(self.ring.first)
 
     def open(self, kind: PayloadKind, binding: Binding, data: bytes) -> bytes:
-        """Raises SealingError."""
+        """Opens a record. Raises SealingError."""
         if not data.startswith(MAGIC):
             if self._mode == "require":
                 raise SealingError(

@@ -17,7 +17,7 @@ from .keyring import ID_BYTES
 MAGIC = b"\xc1HS"
 VERSION = 1
 PREFIX = MAGIC + bytes([VERSION])
-# Larger data takes longer than a switch of threads: sealing 1 MiB takes a millisecond.
+# Larger data is sealed in a thread: sealing 1 MiB takes a millisecond.
 LARGE_BYTES = 2**18
 
 Binding = tuple[str | int, ...]
@@ -70,7 +70,7 @@ class Sealer(Protocol):
         """The id of the key that seals; empty without keys."""
 
     def share(self, secret: bytes) -> None:
-        """Sets the secret that `digests` uses. All processes have the same."""
+        """Sets the secret that `digests` uses, which all processes have in common."""
 
     def seal(self, kind: PayloadKind, binding: Binding, data: bytes) -> bytes: ...
 
@@ -118,12 +118,12 @@ def key_id_of(data: bytes) -> bytes:
 
 
 async def sealed(sealer: Sealer, kind: PayloadKind, binding: Binding, data: bytes) -> bytes:
-    """Seals as Sealer.seal; large data in a thread."""
+    """Seals like Sealer.seal; large data in a thread."""
     return await _run(sealer, lambda: sealer.seal(kind, binding, data), len(data))
 
 
 async def opened(sealer: Sealer, kind: PayloadKind, binding: Binding, data: bytes) -> bytes:
-    """Opens as Sealer.open; large data in a thread. Raises SealingError."""
+    """Opens like Sealer.open; large data in a thread. Raises SealingError."""
     return await _run(sealer, lambda: sealer.open(kind, binding, data), len(data))
 
 

@@ -16,7 +16,7 @@ _CLASSES = {
     "S": r"[^\t-\r\x20]",
 }
 _ESCAPE = re.compile(r"\\(.)", re.DOTALL)
-# In Lark: a text, a comment, or a regular expression, the only one that is changed.
+# In Lark: a text, a comment, or a regular expression; only the last is changed.
 _LARK_TOKEN = re.compile(r'"(?:\\.|[^"\\\n])*"|(?://|\#)[^\n]*|(/(?:\\.|[^/\\\n])+/)')
 # Keywords whose values are data and not schemas.
 DATA_KEYWORDS = frozenset({"const", "enum", "default", "examples"})
@@ -25,7 +25,7 @@ _NAMED = frozenset({"properties", "$defs", "definitions", "dependentSchemas"})
 
 
 def ascii_regex(pattern: str) -> str:
-    """The pattern with these classes written out; also correct inside of brackets."""
+    """The pattern with these classes written out; also correct inside brackets."""
     return _ESCAPE.sub(lambda found: _CLASSES.get(found[1], found[0]), pattern)
 
 

@@ -36,7 +36,7 @@ _COSTLY = (
     *("allOf", "anyOf", "oneOf", "not", "pattern", "patternProperties", "multipleOf"),
     *("maxLength", "minLength", "maxItems", "minItems", "maximum", "minimum", "$ref"),
 )
-# By whether the tenant itself keeps the processes busy.
+# Messages by whether the tenant itself keeps the processes busy.
 _BUSY = {
     True: "too many of your schemas and grammars are being compiled",
     False: "too many schemas and grammars are being compiled",
@@ -128,7 +128,7 @@ class GrammarChecks:
         return job
 
     def _end(self, job: "_Job", tenant: str, digest: str) -> None:
-        if self._jobs.get((tenant, digest)) is job:  # not the one that followed a cancelled one
+        if self._jobs.get((tenant, digest)) is job:  # not the job that followed a cancelled one
             del self._jobs[tenant, digest]
 
     async def _decide(

@@ -71,7 +71,7 @@ def parser_limits() -> "LLParserLimits":
 
 
 def error_text(error: str) -> str:
-    """The library's message without dumps of its state and of texts that it made itself."""
+    """The first line of the library's message that says what is wrong, without dumps of state."""
     lines = error.replace("<non-verbose/>", "").strip().splitlines() or [""]
     reasons = [line.removeprefix("error: ") for line in lines if line.startswith("error: ")]
     return (reasons or lines)[0].strip()[:300]
@@ -80,7 +80,7 @@ def error_text(error: str) -> str:
 class GrammarChecker:
     """Says whether a grammar can be compiled and allows any output at all. Thread-safe.
 
-    A check is CPU work of at most some 300 ms, most of it outside Python's lock: for a thread.
+    A check takes up to about 300 ms of CPU time, mostly without the GIL: run it in a thread.
     """
 
     def check(self, structured: StructuredOutputsParams) -> None:
@@ -119,7 +119,7 @@ def _reason(error: str) -> str:
 
 
 def _schema(source: str) -> str:
-    if "attern" not in source:  # as nearly always: no `pattern`, no `patternProperties`
+    if "attern" not in source:  # the usual case: neither `pattern` nor `patternProperties`
         return source or '{"type":"object"}'
     schema = ascii_schema(json.loads(source))
     return json.dumps(schema, ensure_ascii=False, separators=(",", ":"))

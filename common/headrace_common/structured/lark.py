@@ -1,4 +1,4 @@
-"""Grammars of users, checked for costs that grow faster than their length, as Lark."""
+"""Users' grammars, converted to Lark and checked for costs that grow faster than their length."""
 
 import re
 
@@ -18,7 +18,7 @@ def lark(source: str) -> str:
     from llguidance import gbnf_to_lark
 
     if "%json" in source:
-        # Its schema would escape the checks that other schemas pass.
+        # Its schema would bypass the checks that other schemas must pass.
         raise StructuredOutputError("grammar", "%json is not supported: send the schema as json")
     if gbnf_to_lark.is_lark_syntax(source):
         if len(_TERMINAL.findall(source)) > MAX_TERMINALS:
@@ -36,7 +36,7 @@ def lark(source: str) -> str:
         )
     try:
         return gbnf_to_lark.gbnf_to_lark(source)
-    except Exception as error:  # its parser raises plain ones
+    except Exception as error:  # its parser raises plain errors
         raise StructuredOutputError(
             "grammar", f"is neither Lark (rule start) nor GBNF (rule root): {error!s:.200}"
         ) from error

@@ -1,7 +1,7 @@
-"""Formats of structural tags: fixed texts, JSON, patterns, grammars, free text; combinations.
+"""Formats of structural tags: fixed texts, JSON, patterns, grammars, free text, and combinations.
 
-Kinds and JSON names are those of xgrammar's structural tags as far as it has them. Sizes and shapes
-are checked here, schemas and grammars are not.
+Kinds and JSON names are those of xgrammar's structural tags, with some kinds that it lacks. Sizes
+and shapes are checked here, schemas and grammars are not.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -90,8 +90,8 @@ class Repeat:
 
 
 @dataclass(frozen=True, slots=True)
-class Listed:
-    """Some of the elements in this order, with `separator` between; `required` ones always."""
+class OrderedList:
+    """The elements in this order, with `separator` between. Only `required` ones must be there."""
 
     type: ClassVar[str] = "ordered_list"
     elements: tuple["Format", ...] = _kind("formats")
@@ -172,7 +172,7 @@ Format = (
     | Concatenation
     | Alternatives
     | Repeat
-    | Listed
+    | OrderedList
     | Tag
     | TriggeredTags
     | Rule
@@ -190,7 +190,7 @@ _CLASSES: Mapping[str, type[Format]] = {
         Concatenation,
         Alternatives,
         Repeat,
-        Listed,
+        OrderedList,
         Tag,
         TriggeredTags,
         Rule,
@@ -207,7 +207,7 @@ _FIELDS: Mapping[type, tuple[tuple[str, str, Any], ...]] = {
 
 
 def to_json(node: Format) -> dict[str, Any]:
-    """JSON's values, as `from_json` reads them."""
+    """The format as the dict of its JSON, which `from_json` reads."""
     written: dict[str, Any] = {"type": node.type}
     for name, kind, default in _FIELDS[type(node)]:
         value = getattr(node, name)
@@ -217,7 +217,7 @@ def to_json(node: Format) -> dict[str, Any]:
 
 
 def from_json(raw: object, depth: int = 0) -> Format:
-    """A format from JSON's values. Raises ValueError, which says what is wrong."""
+    """A format from a dict of JSON. Raises ValueError, which says what is wrong."""
     if depth > MAX_DEPTH:
         raise ValueError(f"it is nested deeper than {MAX_DEPTH} formats")
     kind = raw.get("type") if isinstance(raw, Mapping) else None

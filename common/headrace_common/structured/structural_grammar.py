@@ -15,11 +15,12 @@ from .lark import lark
 from .structural_format import (
     Alternatives,
     AnyText,
+    Concatenation,
     Const,
     Format,
     Grammar,
     Json,
-    Listed,
+    OrderedList,
     Pattern,
     Repeat,
     Rule,
@@ -28,7 +29,6 @@ from .structural_format import (
     TriggeredTags,
     Until,
 )
-from .structural_format import Concatenation as Sequenced
 from .structural_tag import ReasoningBegin, ReasoningFormat, StructuralTag
 
 _SPECIAL = frozenset(r"\.+*?()|[]{}^$/")
@@ -39,11 +39,9 @@ _BEFORE = r"[ \t\r\n]{0,4}"  # bounded, since a model with few other options wou
 
 
 def tag_grammar(tag: StructuralTag, whitespace: str, tokens: Mapping[str, int]) -> str:
-    """A tag in llguidance's form; `whitespace` is the pattern between tokens of JSON.
-
-    It is Lark, or JSON of several grammars in Lark if the tag has grammars of the user's. Raises
-    StructuredOutputError for one of these.
-    """
+    """A tag in llguidance's form: Lark, or JSON with several grammars in Lark if the tag has
+    grammars of the user. `whitespace` is the pattern between tokens of JSON. Raises
+    StructuredOutputError for one of these."""
     writer = _Writer(whitespace, tokens)
     start = _start(writer, tag)
     text = "\n".join(["%llguidance {}", f"start: {start}", f"TEXT: /{_ANY}/", *writer.rules, ""])
@@ -70,9 +68,9 @@ def _start(writer: "_Writer", tag: StructuralTag) -> str:
 
 
 class _Thought:
-    """Reasoning up to its closing marker; other markers in it are words.
+    """Reasoning up to its closing marker; other markers in it are plain words.
 
-    Unless it must be closed, the text may end in it.
+    Unless it must be closed, the text may end within it.
     """
 
     def __init__(self, writer: "_Writer", reasoning: ReasoningFormat) -> None:
@@ -128,7 +126,7 @@ class _Writer:
         return name
 
     def defined(self, node: Format) -> Format:
-        """The expression of a node with rules, after writing those."""
+        """The expression of a node with rules, after its rules were written."""
         if not isinstance(node, Rules):
             return node
         for name, rule in node.rules.items():
@@ -141,7 +139,7 @@ class _Writer:
         return f"<[{token_id}]>"
 
     def written(self, node: Format, unless: str = "") -> str:
-        """The node's expression. `unless`: what free text must not begin with."""
+        """The expression of a node. `unless`: what free text must not begin with."""
         match node:
             case Const():
                 return self._const(node.value)
@@ -162,7 +160,7 @@ class _Writer:
 
     def _compound(self, node: Format, unless: str) -> str:
         match node:
-            case Sequenced():
+            case Concatenation():
                 return self._sequence(node.elements, unless)
             case Tag():
                 return self._sequence((Const(node.begin), node.content, *_const(node.end)), unless)
@@ -170,7 +168,7 @@ class _Writer:
                 return self._either([self.written(each, unless) for each in node.elements])
             case Repeat():
                 return self._repeat(node, unless)
-            case Listed():
+            case OrderedList():
                 return self._listed(node)
             case TriggeredTags():
                 return self._triggered(node, unless)
@@ -223,8 +221,8 @@ class _Writer:
             written += f" ({separator} {content})*"
         return f"({written})?" if node.optional else f"({written})"
 
-    def _listed(self, node: Listed) -> str:
-        """The first present element, then the later ones."""
+    def _listed(self, node: OrderedList) -> str:
+        """The first element that is present, then the later ones."""
         separator = _quoted(node.separator)
         firsts: list[str] = []
         following, empty = "", True

@@ -74,7 +74,7 @@ class StructuralTag:
 
 
 def tagged(structures: Sequence[Structure], triggers: Sequence[str]) -> Format:
-    """A tag of structures, each beginning with exactly one of the triggers. Raises ValueError."""
+    """A tag of structures that each begin with exactly one of the triggers. Raises ValueError."""
     if not 0 < len(structures) <= MAX_STRUCTURES:
         raise ValueError(f"structures: give from 1 to {MAX_STRUCTURES} of them")
     tags = tuple(Tag(each.begin, Json(each.schema), each.end) for each in structures)
@@ -82,7 +82,7 @@ def tagged(structures: Sequence[Structure], triggers: Sequence[str]) -> Format:
 
 
 def read(value: object) -> StructuralTag:
-    """A tag from JSON's values or their text. Raises ValueError, which says what is wrong."""
+    """A tag from a dict of JSON, or from its text. Raises ValueError, which says what is wrong."""
     raw = json.loads(value) if isinstance(value, str) else value
     if not isinstance(raw, Mapping) or raw.get("type", "structural_tag") != "structural_tag":
         raise ValueError('must be an object of the type "structural_tag"')

@@ -106,7 +106,7 @@ class StructuredOutputsParams:
         return cls(**named)
 
 
-# The name that vLLM had for it before.
+# The name that vLLM used before.
 GuidedDecodingParams = StructuredOutputsParams
 
 
@@ -137,7 +137,7 @@ def _choices(value: object) -> tuple[str, ...]:
 
 
 def _tag_text(value: object) -> str:
-    """As JSON."""
+    """The structural tag as JSON."""
     try:
         tag = structural_tag.read(value)
         text = tag.to_json()

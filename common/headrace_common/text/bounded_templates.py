@@ -2,8 +2,8 @@
 
 The sandbox checks the time between operations, but a single operation can also run indefinitely:
 printing lists that each hold the previous one twice, or padding a text to a gigabyte. In a bounded
-template each operation takes time linear in its input and returns no longer result, and no value
-is put into another.
+template each operation takes time linear in its input, its result is not longer, and no value
+contains another.
 """
 
 from jinja2 import nodes
@@ -76,7 +76,7 @@ class _Check:
                 return _constant(node)
             case nodes.Tuple():
                 return node.ctx == "store" or _constant(node)
-            case nodes.Mod():  # of a text it would be a format
+            case nodes.Mod():  # for a text, it would be a format
                 return _of_loop(node.left) and isinstance(node.right, nodes.Const)
             case _:
                 return type(node) in _PLAIN
@@ -109,7 +109,7 @@ def _call(node: nodes.Call) -> bool:
 
 
 def _is_pattern(node: nodes.Node) -> bool:
-    """Whether a pattern for strftime is constant and without widths, to which it would pad."""
+    """Whether a pattern for strftime is constant and has no widths, which would pad the result."""
     text = node.value if isinstance(node, nodes.Const) else None
     return isinstance(text, str) and not any(map(str.isdigit, text))
 

@@ -40,7 +40,7 @@ Message = Mapping[str, Any]
 
 
 class ChatTemplateError(HeadraceError):
-    """The template is missing or broken, or does not take these messages; the message says why."""
+    """The template is missing, is broken, or rejects these messages; the message says why."""
 
     code = "chat_template_error"
 
@@ -69,7 +69,7 @@ class ChatTemplate:
 
     @cached_property
     def bounded(self) -> bool:
-        """Whether rendering ends at its limits whatever is rendered (`bounded_templates`)."""
+        """Whether rendering keeps its limits for any messages (`bounded_templates`)."""
         parsed = self._environment.parse(self.source)
         return is_bounded(parsed, frozenset((_LOOP_FILTER, _SIZE_FILTER)))
 
@@ -168,7 +168,7 @@ def encode_chat(
 ) -> list[int]:
     """Messages to prompt token ids: only the template's own special tokens are special.
 
-    `most` is that of Tokenizer.encode.
+    `most` is the same as in Tokenizer.encode.
     """
     text = template.render(
         tokenizer.protect(messages),
@@ -263,7 +263,7 @@ class _Environment(ImmutableSandboxedEnvironment):
     def _sized(self, value: Any) -> Any:
         """Checks the size of an operand of a concatenation, which a loop could keep doubling."""
         if isinstance(value, str | list | tuple) and len(value) > self._max_chars:
-            raise jinja2.exceptions.SecurityError("a text or list of it is too large")
+            raise jinja2.exceptions.SecurityError("it makes a text or list that is too large")
         return value
 
     def _parse(self, source: str, name: str | None, filename: str | None) -> nodes.Template:
@@ -291,7 +291,7 @@ def _magnitude(operator: str, left: int, right: int) -> int:
 
 
 class _GenerationBlock(Extension):
-    """`{% generation %}` marks the assistant's text for training; here only its body counts."""
+    """`{% generation %}` marks the assistant's text for training; here it is ignored."""
 
     tags = {"generation"}
 

@@ -26,9 +26,9 @@ TOKENIZER_FILES = (
     CHAT_TEMPLATE_FILE,
     "chat_template.json",
 )
-# What engines read, and a download fetches: no pickles, no code.
+# The files that engines read and a download fetches: no pickles, no code.
 MODEL_FILES = ("*.json", "*.safetensors", "tokenizer.model", "*.jinja", "*.txt")
-# TOKENIZER_FILES together. The largest tokenizers of open models have 35 MB.
+# All TOKENIZER_FILES together. The largest tokenizers of open models have 35 MB.
 MAX_FILES_BYTES = 128 * 2**20
 
 
@@ -52,7 +52,7 @@ class HubUnreachable(TokenizerError):
 
 @dataclass(frozen=True, slots=True)
 class CheckpointFiles:
-    """Contents of TOKENIZER_FILES by name, as far as they exist; `origin` is for messages."""
+    """Contents of those TOKENIZER_FILES that exist, by name; `origin` is for messages."""
 
     origin: str
     contents: Mapping[str, bytes]

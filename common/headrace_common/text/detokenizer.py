@@ -14,7 +14,7 @@ REPLACEMENT = "\ufffd"
 # A decoder looks at few neighbours (a leading space, a character of at most 4 byte tokens).
 CONTEXT_TOKENS = 6
 TRIM_AT = 24
-# Bytes that never become a character must be output at some time.
+# Bytes that never become a character must be output eventually.
 MAX_HELD_TOKENS = 64
 
 
@@ -37,7 +37,7 @@ class Detokenizer:
         self._window = list(prompt_token_ids[-CONTEXT_TOKENS:])
         text = self._decode(self._window)
         self._sent = self._stable_length(text)
-        self._whole = 0 < self._sent == len(text)  # there is text, and none of it is held back
+        self._whole = 0 < self._sent == len(text)  # all text so far has been returned
 
     def push(self, token_ids: Sequence[int]) -> str:
         """The text that these tokens complete; may be empty."""
@@ -75,7 +75,8 @@ class Detokenizer:
         return self._tokenizer.decode(token_ids, skip_special_tokens=self._skip)
 
     def _stable_length(self, text: str) -> int:
-        """Characters that no later token can change: all but an unfinished one at the end."""
+        """The number of characters that no later token can change: all but an unfinished one at the
+        end."""
         if not text.endswith(REPLACEMENT):
             return len(text)
         if self._tokenizer.byte_fallback and len(self._window) < MAX_HELD_TOKENS:

@@ -8,12 +8,13 @@ import re
 from collections.abc import Callable, Iterator
 
 PIECE_CHARS = 65_536
-# The most that one call is given, where there is no cut.
+# The maximal number of characters in one call if no cut is found.
 MOST_CHARS = 8 * PIECE_CHARS
-# Text on either side of a cut that is looked at.
+# Characters on either side of a cut that are inspected.
 _WINDOW = 512
 _TRIES = 32
-# A boundary between a word and a text that is no part of it, unlike the second half of "isn't".
+# A boundary between a word and a text that does not belong to it, unlike the second half of
+# "isn't".
 _END_OF_WORD = re.compile("(?<=\\w)(?=[^\\w'\N{RIGHT SINGLE QUOTATION MARK}])")
 
 Encode = Callable[[str], list[int]]

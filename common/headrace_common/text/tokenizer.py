@@ -51,9 +51,11 @@ class Tokenizer:
         self.eos_token_ids = tuple(eos_token_ids)
         vocab = backend.get_vocab(with_added_tokens=True)
         self.vocab_size = 1 + max(vocab.values(), default=-1)
-        # No token stands for more characters than this: a byte-level one has a letter a byte.
+        # No token stands for more characters than this: a byte-level token has one letter for each
+        # byte.
         self.max_token_chars = max(map(len, vocab), default=1)
-        # Checkpoints pad their embeddings: ids beyond the tokenizer's own are still the model's.
+        # Checkpoints pad their embeddings: ids beyond the tokenizer's own still belong to the
+        # model.
         self.model_vocab_size = model_vocab_size or self.vocab_size
         added = backend.get_added_tokens_decoder()
         self.special_ids = frozenset(i for i, token in added.items() if token.special)
@@ -62,7 +64,7 @@ class Tokenizer:
         self._added_ids = frozenset(added)
         self.added_tokens = {token.content: i for i, token in added.items()}
         self._byte_level = "ByteLevel" in repr(backend.decoder)
-        # Whether unknown characters are spelled as <0xNN> tokens, one a byte.
+        # Whether unknown characters are spelled with <0xNN> tokens, one for each byte.
         self.byte_fallback = "ByteFallback" in repr(backend.decoder)
         self._context_free = _is_context_free(backend)
         self._fixed_texts: dict[int, str | None] = {}
@@ -125,7 +127,7 @@ class Tokenizer:
     def encode_protected(
         self, text: str, *, add_special_tokens: bool = False, most: int | None = None
     ) -> list[int]:
-        """Token ids of a rendered chat, as `encode`; special tokens hidden by `protect` are text.
+        """Token ids of a rendered chat, like `encode`; special tokens hidden by `protect` are text.
 
         If a user wrote any, the template's own are renamed, and a tokenizer that knows only the new
         names is used, so that nothing in the user's text can be a special token.
@@ -142,7 +144,7 @@ class Tokenizer:
         self, backend: tokenizers.Tokenizer, text: str, special: bool, most: int | None
     ) -> list[int]:
         def encode(piece: str, *, special: bool) -> list[int]:
-            # The batch call lets other Python threads run; `encode` holds their lock.
+            # The batch call releases the GIL; `encode` does not.
             (encoded,) = backend.encode_batch_fast([piece], add_special_tokens=special)
             return list(encoded.ids)
 

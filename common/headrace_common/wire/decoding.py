@@ -197,7 +197,7 @@ def _to_failed(item: list[Any], request_id: str, attempt: int) -> Failed:
     try:
         failure = FailureCode(item[3])
     except ValueError:
-        failure = FailureCode.INTERNAL  # a newer peer's code: still a failure
+        failure = FailureCode.INTERNAL  # a code of a newer version is still a failure
     return Failed(
         request_id=request_id,
         attempt=attempt,

@@ -19,7 +19,7 @@ PRIORITIES = ("hi", "n", "lo")
 DEFAULT_SHARD = 0
 MAX_SHARDS = 48
 
-# Milliseconds. How long an engine may be silent before others take its requests over.
+# Milliseconds. How long an engine may be silent before others take over its requests.
 LEASE_MS = 10_000
 # A gateway without a beat for this long is gone, unless its settings say another time: its requests
 # are rebuilt from the journal.
@@ -29,7 +29,7 @@ GATEWAY_TTL_MS = 10_000
 ENDED_TTL_MS = 120_000
 # How long a live request's record outlives its deadline, so that the client learns of the deadline.
 GRACE_MS = 600_000
-# A gateway's frames: as long as a gateway may stall, or a journal may lag.
+# A gateway's frames are stored as long as a gateway may stall, or a journal may lag.
 FRAMES_KEPT_MS = 60_000
 FRAMES_TTL_MS = 120_000
 CONTROLS_TTL_MS = 120_000
@@ -80,8 +80,8 @@ def _quoted(part: str) -> str:
     return quote(part, safe="-_.~/")
 
 
-SLOTS = 16_384  # of a Redis Cluster
-_NEAR = 8  # the maximal distance in slots of a shard from its place
+SLOTS = 16_384  # slots of a Redis Cluster
+_NEAR = 8  # the maximal distance of a shard from its place, in slots
 
 
 def shard_place(shard: int) -> float:

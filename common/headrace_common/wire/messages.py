@@ -324,7 +324,7 @@ def unpack_tokens(data: bytes) -> tuple[int, ...]:
 
 
 def _plain(value: object) -> object:
-    """Returns a request's value that msgpack does not know as one that it knows."""
+    """Converts a value of a request that msgpack does not know to one that it knows."""
     if isinstance(value, StructuredOutputsParams | ThinkingFormat):
         return value.to_wire()
     if isinstance(value, Mapping):
@@ -333,8 +333,9 @@ def _plain(value: object) -> object:
 
 
 def pack_message(body: object, other: Callable[[object], object] | None = None) -> bytes:
-    """msgpack; `other` replaces what it does not know. Raises MessageError beyond
-    MAX_MESSAGE_BYTES.
+    """Packs with msgpack; `other` converts values that it does not know.
+
+    Raises MessageError beyond MAX_MESSAGE_BYTES.
     """
     data: bytes = msgpack.packb(body, use_bin_type=True, default=other)
     if len(data) > MAX_MESSAGE_BYTES:

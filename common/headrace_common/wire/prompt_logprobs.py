@@ -39,7 +39,9 @@ def unpack_prompt_logprobs(data: object) -> tuple[Logprobs, ...]:
     (count,) = unpack_tokens(data[:HEAD_BYTES])
     size, rest = divmod(len(data) - HEAD_BYTES, ENTRY_BYTES * (count + 1))
     if rest or count > MAX_LOGPROBS or size * (count + 1) > MAX_PROMPT_LOGPROB_ENTRIES:
-        raise MessageError(f"log probabilities of a prompt: {len(data)} bytes are no positions")
+        raise MessageError(
+            f"log probabilities of a prompt: {len(data)} bytes are not whole positions"
+        )
     logprobs = _unpack_floats(data, HEAD_BYTES, size)
     ranks = unpack_tokens(data[HEAD_BYTES + 4 * size : HEAD_BYTES + 8 * size])
     begin, pairs = HEAD_BYTES + 8 * size, size * count

@@ -40,7 +40,7 @@ def select(
     """Returns the backend called `name`; `auto` takes the fastest that works here and logs why.
 
     A `deterministic` backend adds up a token's keys in the same order in every batch. `cache_dtype`
-    is the dtype of stored KV; None means `dtype`. `latents` says that a model attends to those.
+    is the dtype of stored KV; None means `dtype`. `latents` says that the model attends to latents.
 
     `auto` passes over a backend that cannot read blocks of `block_size` tokens in place. Raises
     ConfigError for an unknown name, or if the named backend cannot run on the device.

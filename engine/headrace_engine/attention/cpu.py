@@ -23,10 +23,11 @@ from .step_cache import StepCache
 logger = logging.getLogger(__name__)
 
 TILE = 16
-# Numbers of fp8.h; every other storage is the element's own type.
+# Numbers of the storage dtypes in fp8.h; every other dtype is stored as it is.
 STORAGES = {E4M3: 1, E5M2: 2}
 MAX_HEAD_DIM = 256
-# Parameters, address of the sinks, number of query heads, shape of keys, block size.
+# The key of the cache of structs: parameters, address of the sinks, number of query heads, shape of
+# keys, block size.
 _LayerKey = tuple[LayerParams, int | None, int, torch.Size, int]
 
 

@@ -13,7 +13,6 @@ from typing import Any, ClassVar, Protocol
 
 import torch
 from torch.nn import functional as F
-from torch.nn.attention.varlen import AuxRequest
 
 from ..core.attention_backend import AttentionMetadata, KVSpec, LayerCache, LayerParams
 from ..core.errors import ConfigError
@@ -41,7 +40,7 @@ class VarlenInputs:
 
     @property
     def window(self) -> tuple[int, int]:
-        """Keys to the left and to the right of a query, as the kernels count them; -1 means all."""
+        """The numbers of keys to the left and to the right that a query sees; -1 means all."""
         window = self.params.sliding_window
         return (-1 if window is None else window - 1, 0)
 
@@ -107,6 +106,7 @@ class TorchKernel:
         paged = inputs.block_tables is not None
         pages = {"seqused_k": inputs.seq_lens, "block_table": inputs.block_tables} if paged else {}
         sinks = inputs.params.sinks
+        aux = None if sinks is None else _aux_request()(lse=True)
         found = self._varlen(
             inputs.query,
             inputs.key,
@@ -118,11 +118,18 @@ class TorchKernel:
             scale=inputs.params.scale,
             window_size=inputs.window,
             enable_gqa=inputs.query.shape[1] != inputs.key.shape[-2],
-            return_aux=None if sinks is None else AuxRequest(lse=True),
+            return_aux=aux,
             **pages,
         )
         attended: torch.Tensor = found if sinks is None else _with_sinks(found[0], found[1], sinks)
         return attended
+
+
+def _aux_request() -> Callable[..., Any]:
+    """The class of requests for sums. Its module imports torch._dynamo, which takes seconds."""
+    from torch.nn.attention.varlen import AuxRequest
+
+    return AuxRequest
 
 
 def _with_sinks(attended: torch.Tensor, sums: torch.Tensor, sinks: torch.Tensor) -> torch.Tensor:

@@ -22,8 +22,10 @@ def zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> t
 
 
 def host_blocks(cache: LayerCache, num_blocks: int) -> LayerCache:
-    """Allocates host memory for `num_blocks` blocks of a layer's cache; pinned if the cache is on a
-    GPU."""
+    """Allocates host memory for `num_blocks` blocks of a layer's cache.
+
+    It is pinned if the cache is on a GPU.
+    """
     return tuple(_host_part(part, (num_blocks, *part.shape[1:])) for part in cache)
 
 

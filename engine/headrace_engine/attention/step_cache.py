@@ -1,4 +1,4 @@
-"""Values that all layers' attention needs and that are computed once a step."""
+"""Caches values that all layers' attention needs and that are computed once per step."""
 
 from collections.abc import Callable
 from typing import Generic, TypeVar

@@ -48,9 +48,8 @@ class TritonBackend:
     `capability` is the device's; None asks torch. `deterministic` computes decodes like chunks of
     prompts and always masks tiles of keys, so a token's output has the same bits in every batch.
     Tiles of an fp8 cache are converted to the queries' dtype; devices older than Ada have no e4m3
-    instruction and use integer arithmetic. `dependent_launches`, the operators' own where that was
-    measured to be faster, says when decode kernels begin. Raises ConfigError for a device older
-    than Ampere.
+    instruction and use integer arithmetic. `dependent_launches` are the operators' options for
+    programmatic dependent launch. Raises ConfigError for a device older than Ampere.
     """
 
     name: ClassVar[str] = "triton"
@@ -76,7 +75,7 @@ class TritonBackend:
             )
 
     def use(self, launches: AttentionLaunches) -> None:
-        """Replaces the tables' launch parameters from now on."""
+        """Sets the launch parameters, which replace those of the tables."""
         self._launches = launches
 
     def prefill_launch(self, element_bytes: int, head_dim: int) -> Launch:
@@ -216,8 +215,8 @@ class TritonBackend:
         metadata: AttentionMetadata,
         params: LayerParams,
     ) -> torch.Tensor:
-        query, counted = _dense_heads(query), metadata.decode_count is not None
-        # Padding tokens of a recorded step belong to no sequence.
+        query, counted = _dense_heads(query), metadata.counts_decodes
+        # Padding tokens of a captured step belong to no sequence.
         make = torch.zeros_like if counted else torch.empty_like
         output = make(query, memory_format=torch.contiguous_format)
         decodes = 0 if self._deterministic else metadata.num_decodes
@@ -245,7 +244,7 @@ class TritonBackend:
         cut = {
             "least_part": chosen.part, "decode_count": metadata.decode_count,
             "MAX_SPLITS": MAX_SPLITS, "KEYS": launch.keys,
-            "COUNTED": metadata.decode_count is not None,
+            "COUNTED": metadata.counts_decodes,
         }  # fmt: skip
         splits = _most_splits(metadata.max_seq_len, params.sliding_window, launch, chosen.part)
         whole = splits == 1
@@ -290,7 +289,7 @@ class TritonBackend:
         rows = max(launch.rows, power_of_two(group))
         stored = storage(cache[0].dtype, self._capability)
         runs = len(metadata.seq_lens) - decodes
-        counted = metadata.decode_count is not None
+        counted = metadata.counts_decodes
         prompts = len(query) if counted else len(query) - decodes
         tiles = prompts // (rows // group) + runs
         prefill_kernel[(tiles, kv_heads)](
@@ -307,7 +306,7 @@ class TritonBackend:
 def _constants(
     query: torch.Tensor, cache: LayerCache, params: LayerParams, stored: Storage
 ) -> dict[str, Any]:
-    """Compile-time constants of the kernels; 0 means no window and no cap."""
+    """Compile-time constants of the kernels. A window or cap of 0 means none."""
     _, kv_heads, block_size, dim = cache[0].shape
     return {
         "GROUP": query.shape[1] // kv_heads,
@@ -325,7 +324,7 @@ def _constants(
 
 
 def _most_splits(max_seq_len: int, window: int | None, launch: Launch, part: int) -> int:
-    """The largest number of parts of a sequence of at most `max_seq_len` keys."""
+    """The largest number of parts into which a sequence of up to `max_seq_len` keys is split."""
     # A window's first tile may begin before the window does.
     span = max_seq_len if window is None else min(max_seq_len, window + launch.keys - 1)
     return min(MAX_SPLITS, -(-span // part))

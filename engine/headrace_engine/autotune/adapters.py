@@ -1,5 +1,5 @@
-"""Measures the LoRA products of decodes: the chunks into which inputs are split, and the outputs of
-one program. Uses layers of random adapters; rows use their slots in turn."""
+"""Measures the LoRA products of decodes: how inputs are split into chunks, and how many outputs one
+program computes. Uses layers of random adapters; rows use their slots in turn."""
 
 from collections.abc import Sequence
 from functools import partial

@@ -20,10 +20,10 @@ from ..kernels.triton.launch import (
 from .autotuner import Autotuner, Run
 from .layers import dtype_name
 
-# Bytes of the layer's KV, more than caches hold, and how many batches of sequences use it in turn.
+# Bytes of the layer's KV, more than caches hold, and the number of batches that read it in turn.
 POOL_BYTES = 1 << 30
 MOST_ROTATIONS = 32
-# Average keys of a sequence; the shortest has half as many, the longest half as many again.
+# The average number of keys of a sequence; lengths go from half of it to one and a half times it.
 DECODE_CONTEXT = 1024
 PREFILL_TOKENS = 4096
 
@@ -32,7 +32,7 @@ PREFILL_TOKENS = 4096
 class AttentionShape:
     """A layer's attention, and the largest numbers of sequences, keys and prompt tokens to measure.
 
-    `pool_bytes` is the size of the KV that is measured with.
+    `pool_bytes` is the size of the KV that measurements read.
     """
 
     num_heads: int

@@ -1,8 +1,8 @@
 """Chooses among candidates that compute the same, by timing them once, at warm-up, on the device.
 
 The first candidate is the default, used without measuring. Another one is chosen only if it is
-clearly faster, its result equals the first one's except for rounding, and its bits are the same
-each time: so a race between a kernel's programs shows here and not in answers.
+clearly faster, its result equals the first one's except for rounding, and repeated runs give the
+same bits. So a race between a kernel's programs is found here and not in answers.
 """
 
 import logging
@@ -17,13 +17,13 @@ import torch
 
 logger = logging.getLogger(__name__)
 
-# Computes once with a candidate.
+# Computes with a candidate, once.
 Run = Callable[[], torch.Tensor]
 # Compiles what some candidates need, so that no measurement waits for it.
 Prepare = Callable[[Iterable[Run]], None]
 
-# Another candidate must take less than this share of the first one's time; a whole step, which
-# takes milliseconds, varies less.
+# Another candidate must take less than this share of the first one's time. Whole steps take
+# milliseconds, and their times vary less.
 GAIN, STEP_GAIN = 0.98, 0.995
 # Relative error against the first one's result; rounding of 16-bit floats causes a few thousandths.
 TOLERANCE = 2e-2
@@ -38,7 +38,7 @@ class Timer(Protocol):
 
 
 class CudaTimer:
-    """Times replays of a recording, which exclude the host's time for launches."""
+    """Times replays of a CUDA graph, which exclude the host's time for launches."""
 
     def __init__(self, rounds: int = 7) -> None:
         self._rounds = rounds
@@ -50,7 +50,7 @@ class CudaTimer:
         return seconds
 
     def _record(self, run: Run) -> tuple[Any, torch.Tensor]:
-        """Records without torch.cuda.graph, which frees all cached memory each time."""
+        """Captures without torch.cuda.graph, which frees all cached memory each time."""
         make_graph: Any = torch.cuda.CUDAGraph
         make_stream: Any = torch.cuda.Stream
         graph, stream = make_graph(), make_stream()
@@ -78,8 +78,8 @@ class CudaTimer:
 
 
 def _end_capture(graph: Any, pool: Any) -> None:
-    """Ends a broken recording and makes the allocator forget it; torch 2.11 would otherwise act as
-    if it were still recording, and never free memory again. Raises RuntimeError."""
+    """Ends a broken capture and makes the allocator forget it. Otherwise torch 2.11 would behave as
+    if it were still capturing, and never free memory again. Raises RuntimeError."""
     try:
         graph.capture_end()
     except RuntimeError:
@@ -104,7 +104,7 @@ class Choice:
 
     @property
     def final(self) -> bool:
-        """Whether it was measured, and no candidate was excluded for lack of time."""
+        """Whether it was measured, with no candidate excluded for lack of time."""
         return bool(self.microseconds) and NO_TIME not in self.refused.values()
 
 
@@ -185,7 +185,7 @@ class Autotuner:
             if self._clock() >= self._deadline:
                 refused[name] = NO_TIME
                 continue
-            # If a kernel never ends, this is its last log line.
+            # If a kernel hangs, this is its last log line.
             logger.debug("kernel runs", extra={"kernel": kernel, "candidate": name})
             taken, problem = 0.0, None
             try:
@@ -204,8 +204,10 @@ class Autotuner:
         return seconds, refused
 
     def _time(self, run: Run, expected: torch.Tensor | None) -> tuple[float, str | None]:
-        """Measures seconds, and compares the timer's last result with `expected` if that is
-        given."""
+        """Measures the seconds.
+
+        If `expected` is given, compares it with the last result of the timer.
+        """
         if expected is None:
             return self._timer(run), None
         given = [expected]

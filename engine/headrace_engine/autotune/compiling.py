@@ -1,5 +1,7 @@
-"""Compiles the kernels of several candidates at once, each in a thread: most of the time of
-measuring is compiling, and a compiler uses one core."""
+"""Compiles the kernels of several candidates at once, each in a thread.
+
+Most of the time of tuning is compilation, and a compiler uses one core.
+"""
 
 import os
 from collections.abc import Iterable

@@ -1,5 +1,6 @@
-"""Measures the grouped products of mixtures of experts: tiles of both products at once, then of the
-second one alone, for few tokens and for many. Random rows go to random experts."""
+"""Measures the grouped products of mixtures of experts, for few tokens and for many: first the
+tiles of both products at once, then those of the second one alone. Random rows go to random
+experts."""
 
 from functools import partial
 
@@ -10,13 +11,17 @@ from ..operators.tuned_experts import Mixtures, MixtureShape, TunableMixture, Tu
 from .autotuner import Autotuner, Run
 from .layers import ROTATED_BYTES, dtype_name
 
-# Tokens that are measured for all numbers above the last bound.
+# The number of tokens whose measurement applies to all numbers above the last bound.
 MANY_TOKENS = 4096
 
 
 def tune_experts(tuner: Autotuner, mixtures: Mixtures, tokens: int, like: torch.Tensor) -> None:
-    """Tunes all shapes for `tokens`, one of EXPERT_BOUNDS, and the numbers down to the bound before
-    it, or for all numbers above the last bound. Rows have the dtype and the device of `like`."""
+    """Tunes all shapes for `tokens`.
+
+    For one of EXPERT_BOUNDS, the choice also serves smaller numbers, down to the next lower bound;
+    otherwise it serves all numbers above the last bound. Rows have the dtype and the device of
+    `like`.
+    """
     place = EXPERT_BOUNDS.index(tokens) if tokens in EXPERT_BOUNDS else len(EXPERT_BOUNDS)
     for shape, tuned in mixtures.shapes.items():
         x = torch.randn(tokens, shape.hidden, device=like.device).to(like.dtype)

@@ -1,5 +1,8 @@
-"""Measures products of few rows with 8-bit float weights: either rows are rounded and multiplied as
-many rows are, or the kernel converts weights while it multiplies."""
+"""Measures small-batch GEMMs with 8-bit float weights.
+
+Either rows are rounded and multiplied like many rows, or the kernel converts weights while it
+multiplies.
+"""
 
 import torch
 
@@ -15,8 +18,11 @@ TOLERANCE = 0.06
 
 
 def tune_float8(tuner: Autotuner, products: Float8Products, rows: int, like: torch.Tensor) -> None:
-    """Tunes all shapes for `rows`, one of ROW_BOUNDS, and the numbers down to the bound before it.
-    Rows have the dtype and the device of `like`."""
+    """Tunes all shapes for `rows`, one of ROW_BOUNDS.
+
+    The choice also serves smaller numbers of rows, down to the next lower bound. Rows have the
+    dtype and the device of `like`.
+    """
     if like.element_size() != 2:
         return
     for shape, tuned in products.shapes.items():

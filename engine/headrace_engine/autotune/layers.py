@@ -1,4 +1,5 @@
-"""Helpers of all measurements of linear layers: the choice of layers, and names for the log."""
+"""What measurements of linear layers have in common: the choice of layers, and names for the
+log."""
 
 from collections.abc import Callable, Sequence
 from typing import Concatenate, ParamSpec, Protocol, TypeVar
@@ -46,7 +47,7 @@ def tile_name(launch: SmallBatchLaunch) -> str:
 
 
 def parts_name(launch: SmallBatchLaunch) -> str:
-    """Returns a name for kernels whose depth follows from the weights' layout."""
+    """A name for launches of kernels whose depth follows from the weights' layout."""
     return f"parts {launch.splits}, warps {launch.warps}, stages {launch.stages}"
 
 

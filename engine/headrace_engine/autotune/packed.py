@@ -1,4 +1,4 @@
-"""Measures products of few rows with packed int4 or int8 weights: tiles and parts."""
+"""Measures small-batch GEMMs with packed int4 or int8 weights: their tiles and parts."""
 
 import torch
 
@@ -10,8 +10,11 @@ from .layers import dtype_name, enough_layers, parts_name, read_bytes, run_all
 
 
 def tune_packed(tuner: Autotuner, products: PackedProducts, rows: int, like: torch.Tensor) -> None:
-    """Tunes all shapes for `rows`, one of ROW_BOUNDS, and the numbers down to the bound before it.
-    Rows have the dtype and the device of `like`; float32 has one launch and needs no choice."""
+    """Tunes all shapes for `rows`, one of ROW_BOUNDS.
+
+    The choice also serves smaller numbers of rows, down to the next lower bound. Rows have the
+    dtype and the device of `like`; float32 has only one launch.
+    """
     if like.element_size() != 2:
         return
     for shape, tuned in products.shapes.items():

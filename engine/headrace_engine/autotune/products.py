@@ -1,4 +1,4 @@
-"""Measures dense products of few rows, and their fusion with a gated MLP's activation."""
+"""Measures small-batch GEMMs of dense layers, and their fusion with a gated MLP's activation."""
 
 import torch
 
@@ -12,12 +12,15 @@ from ..operators.tuned_linear import Products, ProductShape, TunedLinear, TunedS
 from .autotuner import Autotuner, Run
 from .layers import dtype_name, enough_layers, read_bytes, run_all, tile_name
 
+# Names in the table of measured kernels. "apart": the activation is a kernel of its own.
 CUBLAS, APART = "cuBLAS", "apart"
 
 
 def tune_products(tuner: Autotuner, products: Products, rows: int, device: torch.device) -> None:
-    """Tunes all shapes for `rows`, one of ROW_BOUNDS, and the numbers down to the bound before
-    it."""
+    """Tunes all shapes for `rows`, one of ROW_BOUNDS.
+
+    The choice also serves smaller numbers of rows, down to the next lower bound.
+    """
     for shape, tuned in products.shapes.items():
         x = torch.randn(rows, shape.inputs, device=device).to(shape.dtype)
         layers, place = enough_layers(tuned.layers), ROW_BOUNDS.index(rows)

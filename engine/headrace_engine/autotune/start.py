@@ -1,7 +1,8 @@
-"""Decides for what, and when, a loaded model's kernels are tuned.
+"""Decides whether and for which sizes a loaded model's kernels are tuned.
 
-They are tuned only if steps are recorded: otherwise launches cost the host more than any choice
-saves. They are never tuned in deterministic mode, where sums must have one order on every engine.
+They are tuned only if steps are captured as CUDA graphs: otherwise launches cost the host more than
+any choice saves. They are never tuned in deterministic mode, where all engines must add sums in the
+same order.
 """
 
 import hashlib
@@ -34,7 +35,7 @@ from .products import tune_products
 from .steps import STEP_BOUNDS, STEP_POOL_BYTES, can_tune_steps, tune_steps
 from .table import ChoiceTable
 
-# Measured after single rows and attention. 8 and 16 rows use the kernels that were compiled for 1.
+# These are measured after single rows and attention. 8 and 16 rows use the kernels compiled for 1.
 LATER_ROWS = (64, 16, 8, 32)
 # The same for mixtures and for adapters.
 LATER_TOKENS, ADAPTED_ROWS = (64, MANY_TOKENS, 256, 16), (64, 1, 16, 256)
@@ -85,8 +86,8 @@ def tune_with(tuner: Autotuner, placed: PlacedModel, config: EngineConfig) -> No
 
 
 def _is_reached(bound: int, bounds: Sequence[int], most: int) -> bool:
-    """Whether some number of at most `most` lies above the bound before `bound` and needs this
-    measurement. Prompts exceed the last bound."""
+    """Whether a number of up to `most` lies in the range of `bound` (above the bound before it), so
+    that this measurement is needed. Prompts exceed the last bound."""
     below = [one for one in bounds if one < bound]
     return bound > bounds[-1] or not below or below[-1] < most
 

@@ -1,8 +1,8 @@
 """Chooses, by measuring whole decode steps, whether kernels overlap or run one after the other, and
 whether norms are separate kernels or fused into the products around them.
 
-The steps are measured as CUDA graphs will record them. The time of one kernel alone does not show
-how much overlapping saves.
+The steps are measured as CUDA graphs. The time of a single kernel does not show how much
+overlapping saves.
 """
 
 from collections.abc import Iterable
@@ -23,7 +23,7 @@ from ..models.placed_model import PlacedModel
 from ..operators.triton import TritonOps
 from .autotuner import STEP_GAIN, Autotuner, Run
 
-# Steps of up to this many sequences use the measured way; larger ones launch kernels one after the
+# Steps of up to this many sequences use the measured choice; larger ones run kernels one after the
 # other.
 STEP_BOUNDS = (1, 16, 64, 256)
 STEP_KEYS = 1024
@@ -82,7 +82,7 @@ def tune_steps(
 def _choose_overlap(
     tuner: Autotuner, benchmark: "StepBenchmark", name: str, overlaps: Iterable[str], fused: bool
 ) -> str:
-    """Steps that differ only in overlap must have the same bits."""
+    """Chooses the overlap. Steps that differ only in overlap must have the same bits."""
     runs: dict[str, Run] = {
         one: partial(benchmark.run, StepLaunch(CANDIDATES[one], fused)) for one in overlaps
     }
@@ -90,7 +90,10 @@ def _choose_overlap(
 
 
 def _choose_norms(tuner: Autotuner, benchmark: "StepBenchmark", overlap: str) -> StepLaunch:
-    """`overlap` is the best one without fused norms. Fused norms round differently."""
+    """Chooses whether to fuse norms; `overlap` is the best one without fused norms.
+
+    Fused norms round differently.
+    """
     separate = StepLaunch(CANDIDATES[overlap])
     overlaps = dict.fromkeys((*FUSED_CANDIDATES, overlap))
     name = f"{benchmark.name}, fused norms"
@@ -135,7 +138,7 @@ class StepBenchmark:
         return self._kv_bytes + _weight_bytes(self.ops, self._rows)
 
     def run(self, step: StepLaunch) -> torch.Tensor:
-        """Computes the logits of a step whose kernels are launched as `step` says."""
+        """Computes the logits of a step, with its kernels launched as `step` says."""
         with self.ops.dependent_launches.during(step):
             return self._model.forward(self._batch, self.caches)
 

@@ -1,5 +1,5 @@
-"""Stores choices across processes: one JSON file for each kind of device, with the versions for
-which the choices hold. Measures nothing."""
+"""Stores choices across processes, in one JSON file for each kind of device. The file has the
+versions for which its choices are valid."""
 
 import json
 import logging
@@ -25,12 +25,12 @@ class ChoiceTable:
     def read(self) -> dict[str, str]:
         """Reads choices by kernel; none if there is no file, or other versions wrote it.
 
-        Raises ConfigError for a file that is no such table.
+        Raises ConfigError for a file that is not such a table.
         """
         return {kernel: str(entry["chosen"]) for kernel, entry in self._kernels().items()}
 
     def write(self, choices: Sequence[Choice]) -> None:
-        """Stores the final choices and keeps those of other models."""
+        """Stores the final choices; keeps those of other models."""
         kernels = self._kernels()
         for choice in choices:
             if choice.final:
@@ -48,7 +48,9 @@ class ChoiceTable:
         if found.get("versions") == self._versions:
             return dict(found["kernels"])
         extra = {"file": str(self.file), "found": found.get("versions"), "wanted": self._versions}
-        logger.info("kernels are measured again: the table is of other versions", extra=extra)
+        logger.info(
+            "kernels are measured again: the table was made with other versions", extra=extra
+        )
         return {}
 
     def _parsed(self) -> dict[str, Any]:
@@ -58,5 +60,5 @@ class ChoiceTable:
             raise ConfigError(f"{self.file} is not JSON ({error}): remove it") from error
         kernels = found.get("kernels") if isinstance(found, dict) else None
         if not isinstance(kernels, dict) or not all("chosen" in one for one in kernels.values()):
-            raise ConfigError(f"{self.file} is no table of measured kernels: remove it")
+            raise ConfigError(f"{self.file} is not a table of measured kernels: remove it")
         return dict(found)

@@ -1,7 +1,7 @@
-"""The families of decoders that the native implementation supports, as differences between them.
+"""The families of decoders that the native implementation supports, described by their differences.
 
-Defaults for absent fields of config.json are those of transformers' config classes. Where a family
-names no difference, it is like Llama.
+Defaults for absent fields of config.json are those of transformers' config classes. A family
+without differences is like Llama.
 """
 
 from collections.abc import Mapping
@@ -157,6 +157,16 @@ MULTIMODAL: dict[str, dict[str, str]] = {
 # The prefix of their decoders' tensors.
 TEXT_PART = "language_model."
 
+_MISTRAL = Architecture(qkv_bias=False, o_bias=False, windows="all", max_position_embeddings=131072)
+_ERNIE = Architecture(
+    qkv_bias=False,
+    o_bias=False,
+    max_position_embeddings=131072,
+    interleaved=True,
+    rope_theta=500_000.0,
+    rms_norm_eps=1e-5,
+    tie_word_embeddings=True,
+)
 _OLMO2 = Architecture(
     qk_norm=True,
     wide_qk_norm=True,
@@ -222,13 +232,7 @@ _LATENT = Architecture(
 
 ARCHITECTURES: dict[str, Architecture] = {
     "LlamaForCausalLM": Architecture(max_position_embeddings=2048),
-    "MistralForCausalLM": Architecture(
-        qkv_bias=False,
-        o_bias=False,
-        windows="all",
-        max_position_embeddings=131072,
-        sliding_window=4096,
-    ),
+    "MistralForCausalLM": replace(_MISTRAL, sliding_window=4096),
     "Qwen2ForCausalLM": Architecture(qkv_bias=True, o_bias=False, windows="layers"),
     "Qwen3ForCausalLM": Architecture(qk_norm=True, windows="layers", head_dim=128),
     "Phi3ForCausalLM": Architecture(
@@ -287,10 +291,8 @@ ARCHITECTURES: dict[str, Architecture] = {
         local_rope_theta=500_000.0,
     ),
     "GraniteForCausalLM": Architecture(multipliers=True, max_position_embeddings=2048),
-    "Ministral3ForCausalLM": Architecture(
-        qkv_bias=False,
-        o_bias=False,
-        windows="all",
+    "Ministral3ForCausalLM": replace(
+        _MISTRAL,
         head_dim=128,
         num_kv_heads=8,
         max_position_embeddings=262144,
@@ -318,25 +320,16 @@ ARCHITECTURES: dict[str, Architecture] = {
         head_dim=128,
         max_position_embeddings=524288,
     ),
-    "Ernie4_5ForCausalLM": Architecture(
-        qkv_bias=False,
+    "Ernie4_5ForCausalLM": replace(
+        _ERNIE,
         qkv_bias_field="use_bias",
-        o_bias=False,
         o_bias_field="use_bias",
         mlp_bias_field="use_bias",
         head_dim=128,
         num_kv_heads=2,
-        max_position_embeddings=131072,
-        interleaved=True,
-        rope_theta=500_000.0,
-        rms_norm_eps=1e-5,
-        tie_word_embeddings=True,
     ),
-    "MixtralForCausalLM": Architecture(
-        qkv_bias=False,
-        o_bias=False,
-        windows="all",
-        max_position_embeddings=131072,
+    "MixtralForCausalLM": replace(
+        _MISTRAL,
         layout="mixtral",
         rope_theta=1_000_000.0,
         rms_norm_eps=1e-5,
@@ -429,16 +422,10 @@ ARCHITECTURES: dict[str, Architecture] = {
         ),
         required={"clip_qkv": (None,)},
     ),
-    "Ernie4_5_MoeForCausalLM": Architecture(
-        qkv_bias=False,
-        o_bias=False,
+    "Ernie4_5_MoeForCausalLM": replace(
+        _ERNIE,
         num_kv_heads=4,
-        max_position_embeddings=131072,
         layout="ernie",
-        interleaved=True,
-        rope_theta=500_000.0,
-        rms_norm_eps=1e-5,
-        tie_word_embeddings=True,
         mixture=Mixture(
             count=64,
             per_token=6,

@@ -116,8 +116,8 @@ class ModelConfig:
     norms multiply by 1 + weight; `input_norms` are before attention and MLP, `output_norms` after
     them; with `wide_qk_norm` those of Q and K cover all heads together; with `rotated_qk_norm`
     those come after the rotation. With `sinks` each head's softmax includes a sink logit. With
-    `latent` one KV head of that width is cached, of which values are the first elements.
-    `kv_scales` has an entry a layer, read from the weights. The checkpoint has `draft_layers` more
+    `latent`, the cache has one KV head of that width; values are its first elements. `kv_scales`
+    has an entry for each layer, read from the weights. The checkpoint has `draft_layers` more
     layers, which are not read.
     """
 
@@ -163,7 +163,7 @@ class ModelConfig:
 
     @property
     def rotary_dim(self) -> int:
-        """The elements of a head that a rotary embedding is made for."""
+        """The number of elements of a head that the rotary embedding has angles for."""
         return self.head_dim if self.latent is None else self.latent.rotary
 
     @property
@@ -317,7 +317,10 @@ def _latent(fields: Fields, family: Latents) -> LatentConfig:
 
 
 def _latent_scale(latent: LatentConfig, rope: RopeConfig) -> float:
-    """With YaRN's second factor, which is not part of cos and sin."""
+    """The scale of attention over latents.
+
+    It includes YaRN's second factor, which is not part of cos and sin.
+    """
     weight = rope.parameters.get("mscale_all_dim")
     scale = float(latent.query_width**-0.5)
     if rope.rope_type == "default" or not weight:
@@ -407,7 +410,7 @@ def _interleaved(fields: Fields, family: Architecture, layers: int) -> list[bool
 
 
 def _named(fields: Fields, window: int | None, sliding: list[bool]) -> tuple[int | None, ...]:
-    """Windows of the layers that layer_types names, or else of those in `sliding`."""
+    """The windows of the layers that layer_types names, or of those in `sliding`."""
     names = ("full_attention", "sliding_attention")
     kinds = fields.get("layer_types", [names[slides] for slides in sliding])
     if not isinstance(kinds, list) or len(kinds) != len(sliding):
@@ -496,7 +499,7 @@ def _mixture(fields: Fields, family: Mixture) -> ExpertsConfig:
             "topk_group",
             f"at most n_group ({groups}), with at least {found.per_token} experts in these groups",
         )
-    # One group is no choice.
+    # With one group there is no choice.
     return replace(found, groups=1, kept_groups=1) if kept == groups else found
 
 

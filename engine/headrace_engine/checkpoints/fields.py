@@ -39,7 +39,7 @@ class Fields:
         return value
 
     def same_integer(self, name: str, default: int | None) -> int:
-        """A whole number, which may be repeated in a list: once for each layer."""
+        """A whole number. It may be a list that repeats the same number for each layer."""
         values = self.get(name, None)
         if isinstance(values, list) and values:
             if values != values[:1] * len(values):

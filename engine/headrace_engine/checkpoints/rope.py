@@ -110,7 +110,7 @@ def _read(
         raise rope.error("rope_type", f"one of {', '.join(ROPE_TYPES)}")
     theta = rope.number("rope_theta", theta)
     if kind == "dynamic" and rope.get("alpha", None) is not None:
-        # Hunyuan's: the same for all lengths.
+        # Hunyuan's, which is the same for all lengths.
         kind, theta = "default", theta * rope.number("alpha") ** (head_dim / (head_dim - 2))
     partial = _partial(fields, rope, family, head_dim)
     merged = _with_original(fields, parameters, positions)

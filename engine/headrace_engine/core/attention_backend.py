@@ -40,9 +40,9 @@ class KVSpec:
 class LayerParams:
     """Parameters of one layer's attention.
 
-    `sliding_window` counts keys, the position's own included. Caches of 8-bit floats hold keys
-    divided by `key_scale` and values divided by `value_scale`. `sinks` float32 [Hq] are logits
-    that join each head's softmax without a value (gpt-oss).
+    `sliding_window` counts keys, including the position's own. Caches of 8-bit floats hold keys
+    divided by `key_scale` and values divided by `value_scale`. `sinks` float32 [Hq] are logits that
+    join each head's softmax without a value (gpt-oss).
     """
 
     scale: float
@@ -74,6 +74,11 @@ class AttentionMetadata:
     max_query_len: int
     max_seq_len: int
     decode_count: torch.Tensor | None = None
+
+    @property
+    def counts_decodes(self) -> bool:
+        """Whether only the device knows the number of decodes."""
+        return self.decode_count is not None
 
 
 class AttentionBackend(Protocol):

@@ -1,4 +1,5 @@
-"""A snapshot of a scheduler's sequences and blocks between two steps, for people who watch it."""
+"""A snapshot of a scheduler's sequences and blocks between two steps, for consoles and debug
+pages."""
 
 from dataclasses import dataclass
 

@@ -42,19 +42,21 @@ class KVGroups:
         return self.full + self.sliding
 
     def kept(self, block_size: int, run: int = 1) -> int:
-        """The most blocks that a sliding group uses while `run` positions are computed."""
+        """The maximal number of blocks that a sliding group uses while `run` positions are
+        computed."""
         assert self.window is not None
         return -(-(self.window + run - 1) // block_size) + 1
 
     def blocks(self, length: int, block_size: int) -> int:
-        """The fewest blocks that suffice to compute a sequence of `length` positions."""
+        """The minimal number of blocks with which a sequence of `length` positions can be
+        computed."""
         rows = -(-length // block_size)
         if self.window is None:
             return self.full * rows + self.state
         return self.full * rows + self.sliding * min(rows, self.kept(block_size)) + self.state
 
     def capacity(self, num_blocks: int, block_size: int) -> int:
-        """The most positions of one sequence that fit `num_blocks` blocks."""
+        """The maximal number of positions of one sequence that fit `num_blocks` blocks."""
         num_blocks = max(0, num_blocks - self.state)
         rows = num_blocks // self.count
         if self.window is not None and rows >= (kept := self.kept(block_size)):

@@ -1,4 +1,4 @@
-"""Recurrent states: their shape, where they lie in KV blocks, and those of a step's sequences."""
+"""Recurrent states: their shapes, their places in KV blocks, and the states of a step's batch."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -12,14 +12,14 @@ ALIGNMENT = 16
 
 @dataclass(frozen=True, slots=True)
 class StateTensor:
-    """One tensor of a layer's state, as of one sequence."""
+    """One tensor of a layer's state, for one sequence."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
 
     @property
     def num_bytes(self) -> int:
-        """Its bytes, with padding."""
+        """The size of the tensor with padding."""
         return -(-prod(self.shape) * self.dtype.itemsize // ALIGNMENT) * ALIGNMENT
 
 
@@ -38,12 +38,12 @@ class StateLayout:
 
     @property
     def layer_blocks(self) -> int:
-        """Blocks that one layer's state takes in its place."""
+        """The number of blocks that one layer's state takes."""
         return -(-sum(tensor.num_bytes for tensor in self.tensors) // self.block_bytes)
 
     @property
     def blocks(self) -> int:
-        """Blocks of one sequence's state."""
+        """The number of blocks of one sequence's state."""
         return -(-self.layers // self.places) * self.layer_blocks
 
     def place(self, layer: int) -> int:

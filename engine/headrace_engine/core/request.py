@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from .thinking import ThinkingBudget, ThinkingCursor
 
 
-# In `Sequence.token_ids`: the token that the step in flight is going to choose.
+# In `Sequence.token_ids`: the token that the step in flight is going to sample.
 PENDING = -1
 
 
@@ -84,12 +84,12 @@ class EngineRequest:
 
     @property
     def forks(self) -> bool:
-        """Whether several sequences begin at the end of its prompt."""
+        """Whether several sequences start at the end of its prompt."""
         return self.params.n > 1 or self.candidates is not None
 
     @property
     def prefix_seed(self) -> bytes:
-        """The seed of its block hashes: the same tokens have other KV with another adapter."""
+        """The seed of its block hashes: with another adapter, the same tokens have other KV."""
         if self.lora is None:
             return sha256(self.cache_salt).digest()
         name = sha256(self.lora.encode()).digest()
@@ -104,10 +104,10 @@ class Sequence:
     but not computed yet (one token while decoding, more while prefilling or recomputing). While an
     asynchronous step is in flight, its work counts as computed and the last token is PENDING.
     `block_hashes` are the prefix-cache keys of the leading full blocks, computed on demand. While
-    the sequence is SWAPPED, its KV is in `host_blocks` and `block_table` is empty. In the first
-    `released` rows of `block_table` the blocks of sliding windows have been released (see
-    kv_cache_manager). `adjusted` says whether the request's parameters change logits before a
-    token is chosen.
+    the sequence is SWAPPED, its KV is in `host_blocks` and `block_table` is empty. `released` is
+    the number of first rows of `block_table` whose sliding-window blocks have been released (see
+    kv_cache_manager). `adjusted` says whether the request's parameters change logits before a token
+    is chosen.
 
     Models with recurrent layers have a state after `num_computed_tokens`, in `state_blocks`; the
     scheduled step writes it there. It reads the state before its run from `state_source`, or in

@@ -1,4 +1,5 @@
-"""The scheduler's decision for one step and the runner's result: all that passes between them."""
+"""The scheduler's decision for one step and the runner's result, which are all that they
+exchange."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -35,8 +36,8 @@ class SampleRow(NamedTuple):
     """One row of logits: the next token of `sequence` after its known tokens and `ahead`.
 
     Penalties, random numbers and grammar masks of a row are functions of these fields. `known` is
-    how many of the sequence's tokens count; None: all. It is given if more tokens may be added
-    while the step runs.
+    the number of the sequence's tokens that count, or None for all. It is set if tokens may be
+    added while the step runs.
     """
 
     sequence: Sequence
@@ -45,7 +46,7 @@ class SampleRow(NamedTuple):
 
     @property
     def known_length(self) -> int:
-        """How many of the sequence's tokens count, prompt and output."""
+        """The number of the sequence's tokens that count, prompt and output."""
         return len(self.sequence.token_ids) if self.known is None else self.known
 
     @property

@@ -1,4 +1,4 @@
-"""A limit on the tokens of reasoning, and where one output is in it.
+"""A limit on the tokens of reasoning, and how much of it an output has used.
 
 The position depends on the output's tokens only: another engine derives it from them, and drafts do
 not change it.
@@ -20,8 +20,8 @@ class Phase(Enum):
 
 
 class ThinkingState(NamedTuple):
-    """`text` is the text in which the next marker is looked for. `spent` counts tokens of
-    reasoning, `written` those of the ending.
+    """`text` is the text that is searched for the next marker. `spent` counts tokens of reasoning,
+    `written` those of the ending.
     """
 
     phase: Phase

@@ -1,4 +1,4 @@
-"""CUDA graphs of decode steps and of short steps with prompts, recorded for some sizes.
+"""CUDA graphs of decode steps and of short steps with prompts, captured for some sizes.
 
 Imports models and the subpackages below it.
 """

@@ -14,8 +14,10 @@ Free = Callable[[], int]
 
 class Capture(Protocol):
     def __call__(self, run: Run) -> Run:
-        """Records what `run` launches; each call of the result launches it again, into the same
-        output."""
+        """Captures what `run` launches.
+
+        Each call of the result launches it again, with the same output tensor.
+        """
 
 
 class CudaCapture:
@@ -40,7 +42,7 @@ class CudaCapture:
 
 
 class MeteredCapture:
-    """Wraps another capture and notes in `free_after` the free memory after each recording."""
+    """Wraps another capture; stores in `free_after` the free memory after each graph."""
 
     def __init__(self, capture: Capture, free: Free) -> None:
         self._capture, self._free = capture, free
@@ -55,8 +57,8 @@ class MeteredCapture:
         return made
 
     def extrapolated(self, recordings: int) -> int:
-        """Estimates the bytes of that many recordings: the first makes the pool that all share, and
-        each further one takes as much as the largest of the measured ones."""
+        """Estimates the bytes of this many graphs: the first one allocates the shared pool, and
+        each further one takes as much as the largest measured one."""
         first, *further = [max(0, before - after) for before, after in pairwise(self.free_after)]
         return first + (recordings - 1) * max(further, default=0)
 

@@ -30,7 +30,7 @@ from .static_batch import StaticBatch
 
 logger = logging.getLogger(__name__)
 
-# Above these sizes only every LARGE_STEP-th size is recorded: padding costs little there.
+# Above this size only every LARGE_STEP-th size is captured: padding costs little there.
 SMALL_SIZES = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256)
 LARGE_STEP = 128
 # Upper bounds on contexts: the grids of attention grow with the bound.
@@ -39,7 +39,7 @@ CONTEXTS = (1024, 2048, 4096)
 
 @dataclass(frozen=True, slots=True)
 class CaptureSizes:
-    """The batch sizes and the longest contexts for which there are graphs, both ascending."""
+    """The batch sizes and the bounds on contexts for which there are graphs, both ascending."""
 
     batch_sizes: tuple[int, ...]
     contexts: tuple[int, ...]
@@ -73,8 +73,8 @@ class MixedBatch:
 
 class GraphedModel:
     """A model whose steps over `caches` are replayed: pure decodes, and with `mixed` short steps
-    with prompts. Each step overwrites the logits of the one before. The constructor makes all
-    recordings, the largest first, as they share memory."""
+    with prompts. Each step overwrites the logits of the one before. The constructor captures all
+    graphs, the largest first, because they share memory."""
 
     def __init__(
         self,
@@ -117,16 +117,16 @@ class GraphedModel:
 
     def _step(self, size: int, context: int, adapted: bool) -> Run:
         view = self._batch.view(size, context, adapted)
-        how = self._dependent_launches.chosen(size)
+        launches = self._dependent_launches.chosen(size)
 
         def run() -> torch.Tensor:
-            with self._dependent_launches.during(how):
+            with self._dependent_launches.during(launches):
                 return self._keep(self._model.forward(view, self._caches))
 
         return run
 
     def _keep(self, logits: torch.Tensor) -> torch.Tensor:
-        """Copies logits into one tensor for all recordings: the pool could not reuse a graph's own
+        """Copies logits into one tensor for all graphs: the pool could not reuse a graph's own
         output."""
         if self._logits is None:
             self._logits = torch.empty_like(logits)

@@ -16,7 +16,7 @@ from ..core.kv_cache_groups import ONE_GROUP, KVLayout
 from ..models.base import CausalModel, ForwardBatch, of_layers
 from .capture import Capture, Run, at_least
 
-# Multiples of this many tokens are recorded: one token takes the device some microseconds.
+# Multiples of this many tokens are captured: a token takes the device some microseconds.
 TOKENS_STEP = 64
 MOST_TOKENS = 1024
 # Steps with more prompts have no graph: attention's grid grows with this bound.

@@ -1,4 +1,4 @@
-"""The inputs of recorded decode steps at fixed addresses, and how a step's inputs are copied
+"""The inputs of captured decode steps at fixed addresses, and how a step's inputs are copied
 there."""
 
 from collections.abc import Callable
@@ -11,7 +11,7 @@ from ..core.kv_cache_groups import ONE_GROUP, KVLayout
 from ..lora.batch import StaticLoRA
 from ..models.base import ForwardBatch, of_layers
 
-# Block ids that one program copies at a time.
+# The number of block ids that one program copies at a time.
 TABLE_BLOCK = 128
 
 
@@ -28,7 +28,7 @@ class DecodeInputs:
 
     @classmethod
     def of(cls, batch: ForwardBatch, layer: int = 0) -> "DecodeInputs":
-        """The inputs that one layer needs."""
+        """The inputs of one layer."""
         metadata = batch.metadata_of(layer)
         return cls(
             batch.input_ids,
@@ -108,7 +108,7 @@ class StaticBatch:
 
     @property
     def kinds(self) -> tuple[bool, ...]:
-        """For each kind of step to record: whether its rows have adapters."""
+        """The kinds of steps to capture: with and, if adapters are on, without adapters."""
         return (False,) if self._lora is None else (True, False)
 
     @property

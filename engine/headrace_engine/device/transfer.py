@@ -22,7 +22,7 @@ class Transfer:
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
-        # torch's constructors of streams and events have no annotations.
+        # torch's constructors of streams and events are not annotated.
         make_stream: Any = torch.cuda.Stream
         self._stream: Any = make_stream(device) if device.type == "cuda" else None
 

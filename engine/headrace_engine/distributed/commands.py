@@ -1,7 +1,7 @@
 """The commands that rank 0 sends to the other ranks: a number and its operands.
 
-One message a step, without pickle. The tensors of a step follow in a broadcast, so that on GPUs
-they never pass through the host.
+There is one message per step, without pickle. The tensors of a step follow in a broadcast, so that
+on GPUs they never pass through the host.
 """
 
 import json
@@ -22,7 +22,7 @@ from ..models.base import ForwardBatch, of_groups, of_layers
 
 Pairs = Sequence[tuple[int, int]]
 
-# How many numbers sizes_of returns.
+# The number of values that sizes_of returns.
 SIZES = 7
 # In elements of 4 bytes: Triton compiles kernels again for tensors of another alignment.
 ALIGNMENT = 4
@@ -135,8 +135,8 @@ def pack(batch: ForwardBatch, layout: KVLayout) -> torch.Tensor:
 
 
 def adapter_runs(lora: LoRABatch | None) -> list[int]:
-    """The number of token runs, (slot, rows) of each run of tokens with one adapter, then the same
-    runs of rows that sample. Empty if no row has an adapter."""
+    """The number of token runs, then (slot, rows) of each run of tokens with one adapter, then of
+    each run of rows that sample. Empty if no row has an adapter."""
     if lora is None:
         return []
     assert lora.owners is not None, "the rows of a step are known to the host"

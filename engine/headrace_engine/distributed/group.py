@@ -15,11 +15,11 @@ import torch.distributed as dist
 
 from ..core.errors import RankFailed
 
-# How long a rank waits for another one. The serving process notices a hanging step much sooner.
+# Seconds that a rank waits for another one. The serving process notices a hanging step much sooner.
 TIMEOUT = timedelta(minutes=10)
 LOOPBACK = "127.0.0.1"
 
-# Compiled classes, whose stubs are incomplete.
+# Compiled classes with incomplete stubs.
 _C10D: Any = dist
 
 

@@ -1,4 +1,4 @@
-"""Loads a model onto one device or several: which parts of the configuration make ranks.
+"""Loads a model onto one device, or onto several with a rank for each.
 
 Refuses what cannot be divided before anything is started.
 """
@@ -78,7 +78,7 @@ def _check_model(config: EngineConfig) -> None:
 
 
 def _threads(size: int, device: torch.device) -> int | None:
-    """Threads of each rank: ranks on CPUs share the cores."""
+    """The number of threads of each rank: ranks on CPUs share the cores."""
     if device.type != "cpu":
         return None
     return max(1, min(torch.get_num_threads(), len(os.sched_getaffinity(0)) // size))

@@ -31,8 +31,8 @@ class RankZeroModel:
 
     @contextmanager
     def recording(self, max_model_len: int, *, keep: bool) -> Iterator[None]:
-        """Each rank records the same steps of its own part, collectives included. What is not kept
-        is measured: the other ranks note it for the question how many KV blocks fit."""
+        """Each rank captures the same steps of its own part, including collectives. Graphs that are
+        not kept are measured; the other ranks use the result to compute how many KV blocks fit."""
         with self._peers.step():
             self._peers.record(max_model_len, keep)
             yield

@@ -1,4 +1,4 @@
-"""Whether the other ranks still run, as the threads that watch them report."""
+"""Records that a rank has failed, as reported by the threads that watch the ranks."""
 
 import logging
 from collections.abc import Callable
@@ -12,8 +12,7 @@ OnFailure = Callable[[Exception], None]
 
 
 class RankFailure:
-    """Thread-safe record of the first unexpected end of a rank, after which all ranks have
-    failed."""
+    """Thread-safe record of the first unexpected end of a rank: from then on the engine fails."""
 
     def __init__(self, abort: Callable[[], None]) -> None:
         """`abort` releases threads that wait for the ranks."""
@@ -36,8 +35,8 @@ class RankFailure:
         if callback is not None:
             callback(self._failure)
 
-    def expect(self) -> None:
-        """Ranks may end from now on."""
+    def expect_ends(self) -> None:
+        """From now on, a rank that ends has not failed: the engine is stopping."""
         with self._lock:
             self._expected = True
 

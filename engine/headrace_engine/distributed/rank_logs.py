@@ -1,4 +1,4 @@
-"""Logs of the other ranks, written by rank 0 with its handlers, each with its rank.
+"""Logs of the other ranks, which rank 0 writes through its own handlers, with the rank's number.
 
 The same connection tells each process when the other one is gone.
 """

@@ -90,8 +90,8 @@ class RankProcesses:
 
     @contextmanager
     def step(self) -> Iterator[None]:
-        """Surrounds an action of all ranks. If this rank stops in it, all ranks end, as they would
-        wait indefinitely. Raises RankFailed if another rank stopped."""
+        """Encloses an action of all ranks. If this rank fails in it, all ranks end, since they
+        would wait indefinitely. Raises RankFailed if another rank stopped."""
         self._rank_failure.check()
         try:
             yield
@@ -106,7 +106,7 @@ class RankProcesses:
             raise
 
     def _failure(self) -> RankFailed | None:
-        """Waits for the end of another rank: its connection breaks before its end is known."""
+        """Waits for the end of another rank: its connection breaks before its process ends."""
         if not wait([handle.commands for handle in self._handles], GRACE):
             return None
         return self._rank_failure.wait(LONG_GRACE)
@@ -188,7 +188,7 @@ def _end(
     failure: RankFailure, handles: list[RankHandle], folder: "TemporaryDirectory[str]"
 ) -> None:
     failed = failure.wait(0) is not None
-    failure.expect()
+    failure.expect_ends()
     for handle in handles:
         with suppress(OSError):
             commands.send(handle.commands, Command.STOP)

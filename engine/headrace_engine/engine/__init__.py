@@ -1,4 +1,5 @@
-"""Runs steps one after the other: schedule, execute, update; its thread, and its profiler.
+"""Runs steps one after the other (schedule, execute, update), in a thread of its own, and profiles
+them.
 
 Imports the scheduler; the runner is passed to it.
 """

@@ -75,13 +75,13 @@ class Runner(Protocol):
         """Whether the next step is submitted before the result of the last one is known."""
 
     def execute(self, scheduler_output: SchedulerOutput) -> StepResult:
-        """Makes the step's copies, computes its runs and samples where `samples` says so."""
+        """Copies the step's blocks, computes its runs, and samples for runs with `samples`."""
 
     def submit(self, scheduler_output: SchedulerOutput) -> PendingStep:
         """Like `execute`, after all steps submitted before; does not wait for the result.
 
-        Reads the sequences before it returns, except tokens before their runs: these it may read
-        later, so the caller must not change them.
+        Tokens that precede a sequence's run may be read later, so the caller must not change them.
+        Everything else of the sequences is read before this returns.
         """
 
 

@@ -36,7 +36,7 @@ class _Capture:
     on_captured: Callable[[BatchSnapshot], None]
 
 
-# A request to add, an abort, or a snapshot to take.
+# A command: a request to add, an abort, or a snapshot to take.
 _Command = EngineRequest | _Abort | _Capture
 
 
@@ -82,7 +82,7 @@ class EngineLoop:
 
     @property
     def busy(self) -> bool:
-        """Whether the engine has work. Only then an old `last_step_at` means that it hangs."""
+        """Whether the engine has work. Only then does an old `last_step_at` mean that it hangs."""
         return self._busy
 
     @property

@@ -31,7 +31,7 @@ class _Order:
 
 
 class StepProfiler:
-    """Records profiles of steps. Without an order it costs one attribute read a step."""
+    """Records profiles of steps. While none is requested, it costs one attribute read per step."""
 
     def __init__(self) -> None:
         self._order: _Order | None = None
@@ -58,12 +58,12 @@ class StepProfiler:
             ) from None
 
     def step(self, step: Callable[[], T]) -> T:
-        """Runs one step of the engine, and records it if there is an order."""
+        """Runs one step of the engine, and records it if a profile is requested."""
         order = self._order
         return step() if order is None else self._recorded(order, step)
 
     def _give_up(self, order: _Order) -> None:
-        """Cancels an order. If recording has begun, the next step ends it, in its own thread."""
+        """Cancels a request. If recording has begun, the next step ends it, in its own thread."""
         with self._lock:
             order.trace.cancel()
             if order.profiler is None and self._order is order:

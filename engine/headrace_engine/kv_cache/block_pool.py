@@ -42,11 +42,11 @@ class BlockPool:
         self.num_blocks = num_blocks
         self.num_free = num_blocks
         self.num_cached = 0
-        self.num_shared = 0  # blocks with several references
+        self.num_shared = 0  # the number of blocks with several references
         self.ref_counts = [0] * num_blocks
         self.hashes: list[bytes | None] = [None] * num_blocks
         self._by_hash: dict[bytes, int] = {}
-        # Circular, with a sentinel at index num_blocks, so that the ends are no special cases.
+        # Circular, with a sentinel at index num_blocks, so that the ends need no special cases.
         self._next: list[int] = [*range(1, num_blocks + 1), 0]
         self._prev: list[int] = [num_blocks, *range(num_blocks)]
 

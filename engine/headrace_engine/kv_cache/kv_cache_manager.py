@@ -285,7 +285,7 @@ class KVCacheManager:
             self.state.make_writable(sequence)
 
     def _allocate(self) -> int:
-        """A block for KV."""
+        """Allocates a block for KV."""
         block = self.pool.allocate()
         if self.state is not None:
             self.state.leaves(block)

@@ -93,8 +93,8 @@ def _measured(
 
 
 def _cuda_free(device: torch.device, config: EngineConfig, profile: Profile) -> int:
-    """Bytes for the cache: `memory_utilization` of the GPU, minus what is used, the step's peak and
-    what is allocated after the cache."""
+    """The bytes for the cache: `memory_utilization` of the GPU, minus what is in use, the step's
+    peak, and what is allocated after the cache."""
     torch.cuda.synchronize(device)
     torch.cuda.empty_cache()
     torch.cuda.reset_peak_memory_stats(device)
@@ -109,8 +109,8 @@ def _cuda_free(device: torch.device, config: EngineConfig, profile: Profile) -> 
 
 
 def _cpu_free(config: EngineConfig, profile: Profile) -> int:
-    """Bytes for the cache: `memory_utilization` of what is available, minus the step's peak and
-    what is allocated after the cache."""
+    """The bytes for the cache: `memory_utilization` of what is available, minus the step's peak,
+    and what is allocated after the cache."""
     gc.collect()
     measurable = _reset_peak()
     before = _resident("VmRSS")

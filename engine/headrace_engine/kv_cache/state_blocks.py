@@ -112,11 +112,14 @@ class StateBlocks:
         sequence.saved_state, sequence.state_source = [], []
 
     def take_snapshot(self, sequence: Sequence, position: int) -> None:
-        """Makes the scheduled step copy the state after `position` tokens to blocks of its own."""
+        """Makes the scheduled step copy the state after `position` tokens to other blocks."""
         sequence.snapshots = [*sequence.snapshots, (position, self._allocate())]
 
     def keep(self, blocks: list[int], prefix: bytes) -> None:
-        """Releases a snapshot; adds it to the prefix cache if that has none of these tokens."""
+        """Releases a snapshot.
+
+        Adds it to the prefix cache first, unless the cache has one for the same tokens.
+        """
         pool, first = self._pool, blocks[0]
         if pool.lookup(prefix + MARK) is None:
             pool.register(first, prefix + MARK)
@@ -144,7 +147,7 @@ class StateBlocks:
         self._unsettled.clear()
 
     def leaves(self, block: int) -> None:
-        """Notes that a newly allocated block gets KV."""
+        """Records that a newly allocated block gets KV."""
         if self._held[block]:
             self._held[block] = 0
             self.zeroed.append(block)

@@ -42,7 +42,8 @@ class GroupedWeight:
 
     @property
     def own_group(self) -> int:
-        """Inputs that share a scale; 0: all inputs of an output share one, or there is none."""
+        """The number of inputs that share a scale; 0 if all inputs of an output share one, or there
+        is none."""
         return self.group if self.scales is not None and self.scales.shape[2] > 1 else 0
 
     @property

@@ -62,7 +62,7 @@ def make_float8(
     device: torch.device,
     capability: tuple[int, int] | None = None,
 ) -> Linear | None:
-    """Makes a layer on a device that supports it; None for sizes that neither way supports.
+    """Makes a layer on a device that supports it; None if no kernel supports its size.
 
     `capability` None asks the device, and stays None for CPUs.
     """

@@ -1,4 +1,4 @@
-"""A matrix of 8-bit floats (e4m3) with scales, and how whole matrices are rounded to it."""
+"""A matrix of 8-bit floats (e4m3) with scales, and the rounding of whole matrices to it."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace

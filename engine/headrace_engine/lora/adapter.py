@@ -24,14 +24,15 @@ DTYPES = ("F32", "F16", "BF16")
 # base_model.model.<path in the model>.lora_A.weight; an adapter's name may come before `weight`.
 _TENSOR = re.compile(r"base_model\.model\.(.+)\.lora_([AB])(?:\.default)?\.weight")
 
-# By merged layer, then by module; one entry a decoder layer.
+# By merged layer, then by module; one entry for each decoder layer.
 AdapterWeights = Sequence[Mapping[LinearName, Mapping[str, Factors]]]
 
 
 class AdapterFile:
-    """One adapter, whose every tensor has a place in a model of these shapes.
+    """One adapter.
 
-    Raises CheckpointError or ConfigError that name the file, and the tensor or field in it.
+    Each of its tensors has a place in a model of these shapes. Raises CheckpointError or
+    ConfigError that name the file, and the tensor or field in it.
     """
 
     def __init__(self, folder: Path, shapes: Sequence[LayerShapes], max_rank: int) -> None:

@@ -1,4 +1,4 @@
-"""The adapters that an engine knows, by name, and those of them that are in host memory.
+"""The adapters that an engine knows, by name, and which of them are in host memory.
 
 An adapter is checked when it is added and read when it is first needed.
 """

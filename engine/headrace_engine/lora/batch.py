@@ -1,4 +1,4 @@
-"""The adapters of one step: which rows of the batch each of them changes.
+"""The adapters of one step, and which rows of the batch each of them changes.
 
 A row's result is W x + scale * B (A x). The model's own product computes the first term for all
 rows; this module adds the second to rows that have an adapter.

@@ -12,12 +12,12 @@ import torch
 
 from .shapes import LinearName
 
-# Reads a tensor of a file by its name.
+# A function that reads a tensor of a file by its name.
 Read = Callable[[str], torch.Tensor]
 
 _MODULE = re.compile(r"(?:model|language_model\.model|model\.language_model)\.layers\.(\d+)\.(.+)")
 _EXPERT = re.compile(r"(?:mlp|block_sparse_moe)\.experts\.(\d+)\.(\w+)")
-# PEFT wraps two parameters of one module one inside the other; their shapes tell which is which.
+# PEFT wraps two parameters of one module one inside the other; their shapes distinguish them.
 _FUSED_EXPERTS = re.compile(r"mlp\.experts(?:\.base_layer)?")
 # Llama's names for modules that checkpoints name otherwise.
 _RENAMED = {
@@ -58,7 +58,7 @@ class ModulePath:
 
 
 def parse(path: str) -> ModulePath | None:
-    """The place of a module; None if it is no module of a decoder layer."""
+    """The place of a module; None if it is not a module of a decoder layer."""
     found = _MODULE.fullmatch(path)
     if found is None:
         return None

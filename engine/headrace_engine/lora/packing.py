@@ -1,4 +1,4 @@
-"""An adapter's matrices as one tensor a decoder layer, for the broadcast from rank 0.
+"""An adapter's matrices as one tensor for each decoder layer, for the broadcast from rank 0.
 
 The model's shapes and the matrices' ranks define the tensor's layout. The ranks are sent first, as
 integers: 0 for a module that the adapter lacks.

@@ -66,7 +66,7 @@ class LinearShape:
     experts: int = 0
 
 
-# One entry a decoder layer.
+# One entry for each decoder layer.
 LayerShapes = Mapping[LinearName, LinearShape]
 
 
@@ -119,7 +119,10 @@ def _attention(config: ModelConfig, cut: Cut) -> dict[LinearName, LinearShape]:
 def _latent_shapes(
     config: ModelConfig, latent: LatentConfig, cut: Cut
 ) -> dict[LinearName, LinearShape]:
-    """Without kv_b_proj, which is not a layer here: queries and results are multiplied by it."""
+    """The shapes of attention over latents.
+
+    Without kv_b_proj, which is not a layer here: queries and results are multiplied by it.
+    """
     hidden, queries = config.hidden_size, config.num_heads * latent.query_width
     first, shapes = {"q_proj": queries}, dict[LinearName, LinearShape]()
     if latent.query_rank is not None:

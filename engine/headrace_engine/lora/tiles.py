@@ -29,8 +29,8 @@ from .experts import LoRAExperts
 from .linear import LoRALinear
 from .shapes import LinearName
 
-# Numbers of a tile: its slot (below 0: none), its first place in the order, its rows, and one for
-# alignment.
+# The numbers of a tile: its slot (below 0: none), its first place in the order, its rows, and one
+# for alignment.
 TILE = 4
 # The largest number of modules in a layer for the kernel of B's product.
 MOST_PARTS = 3

@@ -1,4 +1,4 @@
-"""Prints as JSON what an engine would make of a checkpoint, without its weights:
+"""Prints as JSON how an engine would serve a checkpoint, without its weights:
 
     python -m headrace_engine.model_loader.describe_model FOLDER
 
@@ -26,7 +26,7 @@ from .loader import pick_device, pick_dtype
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Description:
-    """A checkpoint for an engine with default settings on this machine.
+    """How an engine with default settings on this machine would serve a checkpoint.
 
     `implementation` is native, transformers, or encoder (embeddings alone). `kv_bytes_per_token` is
     known for native models.
@@ -43,7 +43,10 @@ class Description:
 
 
 def describe(checkpoint: Checkpoint) -> Description:
-    """Raises ConfigError or CheckpointError naming what cannot be served."""
+    """Describes a checkpoint.
+
+    Raises ConfigError or CheckpointError, which name what cannot be served.
+    """
     check_code(checkpoint)
     device = pick_device("auto")
     dtype = pick_dtype("auto", checkpoint, device)

@@ -113,8 +113,8 @@ def place_model(config: EngineConfig, shard: Shard | None = None) -> PlacedModel
 def _layout(
     config: EngineConfig, loaded: LoadedModel, block_bytes: Callable[[KVShape], int]
 ) -> KVLayout:
-    """Layers that keep different positions get separate blocks, if all blocks have the same
-    size."""
+    """The layout: layers that keep different positions get separate blocks, if all blocks have the
+    same size."""
     shapes = loaded.model.kv_shapes
     windows = loaded.windows or (None,) * len(shapes)
     hybrid = KVLayout.of(windows, hybrid=len(set(shapes)) == 1)
@@ -132,7 +132,8 @@ def _with_state(
     windows: Sequence[int | None],
     block_bytes: Callable[[KVShape], int],
 ) -> KVLayout:
-    """One block table for all layers with KV, and blocks of the same pool for the states."""
+    """The layout with one block table for all layers with KV, and blocks of the same pool for the
+    states."""
     if config.swap_space:
         raise ConfigError(
             f"swap_space is {config.swap_space}, but models with recurrent layers are not swapped: "

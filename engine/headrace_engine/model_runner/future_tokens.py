@@ -1,7 +1,7 @@
 """Tokens that a step reads but the step before it has not sampled yet.
 
-They are copied on the device, without a detour over the host. Rows with penalties
-or grammars that need these tokens get them after the forward pass, once they are on the host.
+They are copied on the device, without a copy to the host. Rows with penalties or grammars that need
+these tokens get them after the forward pass, once they are on the host.
 """
 
 from collections.abc import Mapping
@@ -16,9 +16,10 @@ from ..core.request import PENDING, Sequence
 from ..core.step_plan import SampleRow, SchedulerOutput
 
 Ints = npt.NDArray[np.int64]
-# In place of a token whose logits were NaN or infinite; its sequence ends.
+# The number that stands for a token whose logits were NaN or infinite; its sequence ends.
 NO_TOKEN = 0
-# The token after a sequence's known ones, while the step before has not sampled it.
+# The number that stands for the token after a sequence's known ones, until the step before has
+# sampled it.
 AHEAD = (PENDING,)
 
 

@@ -156,7 +156,7 @@ def _sampling(scheduled: tuple[ScheduledSequence, ...]) -> tuple[SampleRow, ...]
 
 
 def _token_ids(scheduled: tuple[ScheduledSequence, ...], total: int) -> Ints:
-    if total == len(scheduled):  # decodes alone
+    if total == len(scheduled):  # only decodes
         last = [item.sequence.token_ids[item.start] for item in scheduled]
         return np.array(last, dtype=np.int64)
     ids = np.empty(total, dtype=np.int64)

@@ -74,7 +74,7 @@ class ModelRunner:
         self._executor = executor or make_executor(placed.device, clock)
         self._last: Step | None = None
         self._caches: tuple[LayerCache, ...] = ()
-        self.host_kv_cache: HostKVCache | None = None  # the profile run swaps nothing
+        self.host_kv_cache: HostKVCache | None = None  # the profile run swaps no blocks
         self.num_blocks = self._size_cache()
         self._caches = self._allocate(self.num_blocks)
         if config.swap_space:
@@ -180,7 +180,7 @@ class ModelRunner:
         if self._lora is not None:
             with torch.inference_mode():
                 self._lora.warm_up()
-        if self._caches:  # an encoder has none, and decodes nothing
+        if self._caches:  # an encoder has no cache, and decodes nothing
             self.model = record_graphs(self._recorder)
         if self.draft_model is not None:
             scheduler_output = self._dummy_step(1, 1, num_blocks=1)
@@ -222,7 +222,7 @@ class ModelRunner:
         self._caches = self._allocate(blocks)
         lora = None if self._lora is None else ANY
         self.execute(self._dummy_step(sequences, length, blocks, drafts, lora))
-        graphs = measure_graphs(self._recorder) if self._caches else 0  # an encoder has none
+        graphs = measure_graphs(self._recorder) if self._caches else 0  # an encoder has no cache
         self._caches = ()
         return graphs
 

@@ -77,7 +77,7 @@ class CausalModel(Protocol):
 
     @property
     def kv_shapes(self) -> tuple[KVShape, ...]:
-        """One entry a layer."""
+        """One entry for each layer."""
 
     def forward(self, batch: ForwardBatch, caches: Sequence[LayerCache]) -> torch.Tensor:
         """Computes logits [R, vocab_size]; writes the keys and values of all T tokens into

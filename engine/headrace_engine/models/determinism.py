@@ -1,4 +1,5 @@
-"""Whether a model can be served so that a request's bits never depend on the rest of its batch.
+"""Checks whether a model can be served such that a request's bits never depend on the rest of its
+batch.
 
 On CPUs the native kernels guarantee it if they compute the whole step. On CUDA devices Triton's
 kernels do. torch's own operators round some elements depending on their position.

@@ -19,7 +19,7 @@ class Renamed:
 
 @dataclass(frozen=True, slots=True)
 class Fixed:
-    """An argument of which only `accepted` values are, since Headrace does that anyway.
+    """An argument of which only the `accepted` values are allowed, since Headrace does that anyway.
 
     `remedy` says what to use instead of another value.
     """
@@ -128,7 +128,7 @@ VALUES: Mapping[str, Mapping[Any, Any]] = {
     "task": _TASKS,
 }
 
-# Methods of vLLM's LLM that Headrace's has not, with what to use.
+# Methods that vLLM's LLM has and Headrace's lacks, with what to use instead.
 UNSUPPORTED_METHODS: Mapping[str, str] = {
     "classify": "classification heads are not supported",
     "reward": "reward models are not supported",

@@ -22,7 +22,7 @@ _UNITS = {"k": 1000, "m": 1000**2, "g": 1000**3, "K": 1024, "M": 1024**2, "G": 1
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OfflineOptions:
-    """Arguments of an LLM beside those of its engine.
+    """Arguments of an LLM besides those of its engine.
 
     `tokenizer` is a folder or hub id; default: the model's. With `skip_tokenizer_init` there is no
     tokenizer, and prompts must be token ids. No prompt may ask for more log probabilities than
@@ -95,7 +95,7 @@ AsyncEngineArgs = EngineArgs
 
 
 class FlexibleArgumentParser(argparse.ArgumentParser):
-    """A parser of command lines to which `--max_model_len` is `--max-model-len`, as in vLLM."""
+    """A parser that reads `--max_model_len` as `--max-model-len`, as vLLM's does."""
 
     def parse_known_args(  # type: ignore[override]
         self, args: Sequence[str] | None = None, namespace: argparse.Namespace | None = None
@@ -206,7 +206,7 @@ def _whole(text: str) -> int:
 
 
 def _value(text: str) -> Any:
-    """JSON, or a text that is none."""
+    """The value of a JSON text, or the text itself if it is not JSON."""
     try:
         return json.loads(text)
     except ValueError:

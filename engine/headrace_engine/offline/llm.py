@@ -42,7 +42,7 @@ from .torch_profile import Profile
 Message = Mapping[str, Any]
 # One adapter for all prompts, or one for each.
 AdapterChoice = LoRARequest | Sequence[LoRARequest | None] | None
-# Whether to show a progress bar, or what makes one.
+# Whether to show a progress bar, or a function that makes one.
 Progress = bool | Callable[..., Any]
 
 
@@ -81,15 +81,15 @@ class LLM:
         return metrics_of(self._model.engine.stats(), self._model.config.model)
 
     def reset_prefix_cache(self) -> bool:
-        """Later prompts find nothing in the prefix cache that earlier ones have left."""
+        """Makes the prefix cache forget the prompts so far."""
         self._model.forget_prompts()
         return True
 
     def start_profile(self, folder: str | None = None) -> None:
         """Records what torch does until `stop_profile`.
 
-        Its trace goes into `folder`, else into the one that VLLM_TORCH_PROFILER_DIR names. Raises
-        ConfigError if neither is given.
+        The trace goes into `folder`, or by default into the one that VLLM_TORCH_PROFILER_DIR names.
+        Raises ConfigError if neither is given.
         """
         chosen = folder or os.environ.get("VLLM_TORCH_PROFILER_DIR")
         if chosen is None:
@@ -190,7 +190,7 @@ class LLM:
         *,
         pooling_task: str | None = None,
     ) -> list[PoolingRequestOutput]:
-        """As `embed`, but each output's `data` is a tensor. Raises RequestError."""
+        """Like `embed`, but each output's `data` is a tensor. Raises RequestError."""
         if pooling_task not in (None, "embed"):
             raise RequestError(f"pooling_task {pooling_task!r:.60} is not supported: use embed")
         return pooled(self.embed(prompts, pooling_params, use_tqdm))
@@ -306,7 +306,7 @@ def _request_options(
 
 
 def _for_each(name: str, value: Any, count: int, single: Any) -> list[Any]:
-    """`value` for each of `count` prompts if it is a `single` one, else the list that it is."""
+    """`count` times `value` if its type is `single`; otherwise `value` as a list."""
     each = [value] * count if isinstance(value, single) else list(value)
     if len(each) != count:
         raise RequestError(

@@ -18,7 +18,7 @@ from .tokenizer import ChatTokenizer
 
 
 class LLMEngine:
-    """A model whose steps the caller runs, in one thread. Raises as LoadedModel."""
+    """A model whose steps the caller runs, in one thread. Raises the errors of LoadedModel."""
 
     def __init__(self, args: EngineArgs) -> None:
         self.model = LoadedModel(args)
@@ -39,7 +39,10 @@ class LLMEngine:
         tenant: str = DEFAULT_TENANT,
         timeout: float = inf,
     ) -> None:
-        """Queues a request, as `LLM.generate`. Raises RequestError if it cannot run here."""
+        """Queues a request; the arguments are those of `LLM.generate`.
+
+        Raises RequestError if this engine cannot run it.
+        """
         if not isinstance(params, common.SamplingParams):
             raise RequestError("params must be SamplingParams: use LLM.embed for embeddings")
         if request_id in self._running:
@@ -55,13 +58,14 @@ class LLMEngine:
         options: RequestOptions,
         kind: RequestOutputKind | None = None,
     ) -> None:
-        """As `add_request`, of a prompt that was read. `kind` replaces `output_kind`."""
+        """Like `add_request`, for a prompt that has been read. `kind` replaces `output_kind`."""
         request, running = self.model.prepare(request_id, prompt, params, options, kind)
         self.model.engine.add_request(request)
         self._running[request_id] = running
 
     def step(self) -> list[RequestOutput]:
-        """Runs one step; returns what each `output_kind` asks for of the requests in it."""
+        """Runs one step; returns the outputs of the requests in it, in the form of their
+        `output_kind`."""
         touched = {}
         for output in self.model.engine.step():
             running = self._running.get(output.request_id)

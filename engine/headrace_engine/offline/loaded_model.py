@@ -1,4 +1,4 @@
-"""A model with its engine, and what turns prompts into the engine's requests."""
+"""A model with its engine, and the conversion of prompts to the engine's requests."""
 
 import gc
 import random
@@ -69,9 +69,9 @@ class LoadedModel:
         self._random = random.Random(self.config.seed)  # noqa: S311  sampling, not secrets
         self._grammars: GrammarCompiler | None = None
         self._thinking: ThinkingBudgets | None = None
-        # Counts reset_prefix_cache: prompts of another epoch are not found.
+        # The number of calls of reset_prefix_cache. Prompts of another epoch are not found.
         self._epoch = 0
-        # Present objects stay alive: the collector need not visit them between steps.
+        # Objects that exist now stay alive, so the collector need not visit them between steps.
         gc.collect()
         gc.freeze()
 
@@ -93,7 +93,7 @@ class LoadedModel:
         return SamplingParams(**chosen)
 
     def forget_prompts(self) -> None:
-        """Later prompts find nothing in the prefix cache that earlier ones have left."""
+        """Makes the prefix cache forget the prompts so far."""
         self._epoch += 1
 
     def prepare(
@@ -104,9 +104,9 @@ class LoadedModel:
         options: RequestOptions,
         kind: RequestOutputKind | None = None,
     ) -> tuple[EngineRequest, RunningRequest]:
-        """The engine's request and what collects its output. Raises RequestError.
+        """Returns the engine's request, and the object that collects its output.
 
-        `kind` replaces the parameters' `output_kind`.
+        Raises RequestError. `kind` replaces the parameters' `output_kind`.
         """
         held = as_offline(params)
         self._check(held)
@@ -159,7 +159,7 @@ class LoadedModel:
     def _salt(self, tenant: str, salt: str) -> bytes:
         if tenant == DEFAULT_TENANT and not self._epoch:
             return salt.encode()
-        # The first byte is in no UTF-8 text.
+        # UTF-8 text never contains this first byte.
         return b"\xff" + repr((self._epoch, tenant, salt)).encode()
 
     def _adapt(self, request: LoRARequest | None) -> str | None:

@@ -7,7 +7,7 @@ def cleanup_dist_env_and_memory(shutdown_ray: bool = False) -> None:
     """Frees the memory of LLMs to which no reference is left. There is no Ray to shut down."""
     import torch
 
-    gc.unfreeze()  # an LLM's constructor has exempted what was alive
+    gc.unfreeze()  # the LLM's constructor has frozen the objects that existed then
     gc.collect()
     gc.freeze()
     if torch.cuda.is_available():

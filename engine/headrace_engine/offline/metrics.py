@@ -18,28 +18,28 @@ class Metric:
 
 @dataclass(frozen=True, slots=True)
 class Counter(Metric):
-    """A number that only grows."""
+    """A number that never decreases."""
 
     value: int
 
 
 @dataclass(frozen=True, slots=True)
 class Gauge(Metric):
-    """A number that goes up and down."""
+    """A number that may increase and decrease."""
 
     value: float
 
 
 @dataclass(frozen=True, slots=True)
 class Vector(Metric):
-    """Numbers that only grow, by their position."""
+    """Numbers that never decrease, by their position."""
 
     values: list[int]
 
 
 @dataclass(frozen=True, slots=True)
 class Histogram(Metric):
-    """Observations by upper limit. None of an LLM's metrics is one."""
+    """Observations by upper limit. An LLM has no metric of this kind."""
 
     count: int
     sum: float

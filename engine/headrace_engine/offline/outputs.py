@@ -39,7 +39,7 @@ class CompletionOutput:
 
 @dataclass(slots=True)
 class RequestMetrics:
-    """The times of a request in seconds since 1970; None while they have not come.
+    """The times of a request in seconds since 1970; None until they are known.
 
     `num_generation_tokens` counts the tokens of all choices.
     """

@@ -10,7 +10,7 @@ from .tokenizer import ChatTokenizer
 
 
 class TextPrompt(TypedDict):
-    """A text; `cache_salt` parts its prefix cache from that of prompts with another one."""
+    """A text. Prompts with different `cache_salt` share no cached prefixes."""
 
     prompt: str
     cache_salt: NotRequired[str]
@@ -83,7 +83,7 @@ def listed(prompts: Any) -> list[Any]:
 def text_messages(conversation: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
     """Messages whose contents are texts: parts of text are joined with line breaks, as in vLLM.
 
-    Raises RequestError for a part that is no text.
+    Raises RequestError for a part that is not text.
     """
     return [
         {**message, "content": _joined(message["content"])}

@@ -13,7 +13,10 @@ from .sampling_params import RequestOutputKind, SamplingParams
 
 
 class RunningRequest:
-    """Builds the output of one request from the engine's steps; without a tokenizer no text."""
+    """Builds the output of one request from the engine's steps.
+
+    Without a tokenizer it has no text.
+    """
 
     def __init__(
         self,
@@ -65,7 +68,7 @@ class RunningRequest:
         return stop is not None and reason is None
 
     def take(self) -> RequestOutput | None:
-        """The output of its kind after a step; None if there is none."""
+        """The request's output in its kind after a step; None if there is none."""
         match self._kind:
             case RequestOutputKind.FINAL_ONLY:
                 return self.output if self.output.finished else None

@@ -1,4 +1,4 @@
-"""SamplingParams of the offline API: the engine's, with vLLM's further fields, and changeable."""
+"""SamplingParams of the offline API: mutable, with the fields that only vLLM has."""
 
 import copy
 from dataclasses import dataclass, fields
@@ -41,12 +41,13 @@ class _OfflineFields(common.SamplingParams):
 
 
 class SamplingParams(_OfflineFields):
-    """Sampling parameters of one prompt; each change is checked. See also the base's fields.
+    """Sampling parameters of one prompt. They can be changed; each change is checked.
 
     `detokenize` False leaves the outputs' texts empty. `truncate_prompt_tokens` k keeps the last k
     tokens of the prompt, -1 those that leave room for `max_tokens`. `output_kind` is for LLMEngine
-    and AsyncLLM. `guided_decoding` is the older name of `structured_outputs`. Tokenizers here add
-    no `spaces_between_special_tokens`. `logits_processors` and `extra_args` are refused.
+    and AsyncLLM. `guided_decoding` is the older name of `structured_outputs`.
+    `spaces_between_special_tokens` has no effect: tokenizers here never add such spaces.
+    `logits_processors` and `extra_args` are refused.
 
     Raises SamplingError.
     """
@@ -58,7 +59,7 @@ class SamplingParams(_OfflineFields):
         for name, default in _NONE_IS_DEFAULT.items():
             if getattr(self, name) is None:
                 object.__setattr__(self, name, default)
-        if self.seed == -1:  # vLLM's other way to say: no seed
+        if self.seed == -1:  # means "no seed" in vLLM, too
             object.__setattr__(self, "seed", None)
         self._join_guided()
         super().__post_init__()
@@ -84,7 +85,7 @@ class SamplingParams(_OfflineFields):
             return
         if self.structured_outputs is not None:
             raise SamplingError(
-                "guided_decoding", "is structured_outputs' older name: give only one"
+                "guided_decoding", "is the older name of structured_outputs: give only one"
             )
         object.__setattr__(self, "structured_outputs", self.guided_decoding)
         object.__setattr__(self, "guided_decoding", None)
@@ -102,7 +103,7 @@ class SamplingParams(_OfflineFields):
         return copy.copy(self)
 
     def for_request(self) -> common.SamplingParams:
-        """The engine's part of these parameters; later changes do not reach it."""
+        """A copy with the fields that the engine uses."""
         return common.SamplingParams(
             **{one.name: getattr(self, one.name) for one in fields(common.SamplingParams)}
         )
@@ -116,7 +117,7 @@ UNSUPPORTED_SAMPLING = {
 
 
 def as_offline(params: common.SamplingParams) -> SamplingParams:
-    """The same parameters with the offline API's further fields at their defaults."""
+    """The same parameters, with the fields that only the offline API has at their defaults."""
     if isinstance(params, SamplingParams):
         return params
     return SamplingParams(**{one.name: getattr(params, one.name) for one in fields(params)})

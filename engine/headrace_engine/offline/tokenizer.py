@@ -1,4 +1,5 @@
-"""The tokenizer of the offline API: Headrace's, with methods of transformers' that scripts call."""
+"""The tokenizer of the offline API: Headrace's, with the methods of transformers that scripts
+call."""
 
 from collections.abc import Mapping, Sequence
 from functools import cached_property
@@ -47,9 +48,9 @@ class ChatTokenizer(Tokenizer):
         tokenize: bool = True,
         **variables: Any,
     ) -> str | list[int]:
-        """The prompt of a conversation, as transformers: token ids, or its text.
+        """The prompt of a conversation, as in transformers: token ids, or its text.
 
-        `variables` are the template's own. Raises as `chat_ids`.
+        `variables` are the template's own. Raises the errors of `chat_ids`.
         """
         options: dict[str, Any] = {
             "tools": tools,

@@ -39,7 +39,7 @@ class QKNorm:
 
 
 class Ops(Protocol):
-    """The operators that a decoder needs beside matrix products and attention."""
+    """The operators that a decoder needs besides matrix products and attention."""
 
     def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
         """x [..., H] divided by its root mean square over H (in float32), times weight [H]."""

@@ -11,7 +11,7 @@ import torch
 
 from ..kernels.cpu.executor import Executor
 from ..kernels.cpu.library import DTYPES, Kernels, KernelsUnavailable, load
-from ..kernels.cpu.self_check import multiplies_rightly
+from ..kernels.cpu.self_check import multiplies_correctly
 from .base import HeadShape, Ops, QKNorm, TorchOps, row_stride
 
 logger = logging.getLogger(__name__)
@@ -47,7 +47,7 @@ def _cuda_ops(deterministic: bool) -> Ops:
 
 def _checked(kernels: Kernels) -> Kernels:
     """Returns the kernels, or those without AMX if AMX computes wrong products on this machine."""
-    if kernels.isa != AMX or multiplies_rightly(kernels):
+    if kernels.isa != AMX or multiplies_correctly(kernels):
         return kernels
     logger.warning("AMX gives wrong products on this machine and is not used")
     return load(WITHOUT_AMX)

@@ -41,9 +41,12 @@ class PackedShape:
 
 
 class PackedProducts:
-    """The layers that one set of operators has made. `dependent_launches` says when their kernels
-    begin. They share scratch memory, so their steps must not overlap. With `deterministic` a row's
-    bits do not depend on the other rows."""
+    """The layers that one set of operators has made.
+
+    `dependent_launches` has their options for programmatic dependent launch. They share scratch
+    memory, so their steps must not overlap. With `deterministic` a row's bits do not depend on the
+    other rows.
+    """
 
     def __init__(
         self, dependent_launches: DependentLaunches | None = None, deterministic: bool = False

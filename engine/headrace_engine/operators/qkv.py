@@ -1,7 +1,7 @@
 """Attention that takes a layer's fused QKV rows as they are and rotates them itself.
 
-A backend may offer it beside the protocol of all backends; the decoder then saves a pass over keys
-and values.
+A backend may offer it in addition to the protocol of all backends; the decoder then saves a pass
+over keys and values.
 """
 
 from dataclasses import dataclass

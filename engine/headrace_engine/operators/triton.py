@@ -50,7 +50,7 @@ class StoreTarget:
 class TritonOps:
     """Triton operators, and the layers they have made, for tuning: `products` are dense, `packed`
     have packed int4 or int8 weights, `mixtures` have experts. `lora_launches` are used by adapter
-    products made later. `dependent_launches` says when kernels begin."""
+    products made later. `dependent_launches` has the options for programmatic dependent launch."""
 
     def __init__(self) -> None:
         self._torch = TorchOps()

@@ -34,8 +34,11 @@ class Float8Shape:
 
 
 class Float8Products:
-    """The layers that one set of operators has made. `dependent_launches` says when their kernels
-    begin. They share scratch memory, so their steps must not overlap."""
+    """The layers that one set of operators has made.
+
+    `dependent_launches` has their options for programmatic dependent launch. They share scratch
+    memory, so their steps must not overlap.
+    """
 
     def __init__(self, dependent_launches: DependentLaunches | None = None) -> None:
         self.shapes: dict[Float8Shape, TunedLayers[Float8Linear]] = {}

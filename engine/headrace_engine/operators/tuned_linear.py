@@ -26,9 +26,9 @@ HALVES = (torch.bfloat16, torch.float16)
 
 Layer = TypeVar("Layer")
 Activation = Callable[[torch.Tensor], torch.Tensor]
-# By index in ROW_BOUNDS; None: the unmeasured way.
+# By index in ROW_BOUNDS; None: the default launch.
 Choices = list[SmallBatchLaunch | None]
-# Kernel arguments for a norm within a product.
+# Kernel arguments for a norm that is fused into a product.
 NormArguments = dict[str, Any]
 NO_NORM_BEFORE: NormArguments = {"squares": None, "eps": None, "PARTS": 0, "ROOM": 1}
 NO_NORM_AFTER: NormArguments = {"residual": None, "norm": None, "ADD": False}

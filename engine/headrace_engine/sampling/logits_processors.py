@@ -175,7 +175,7 @@ def _forced(row: SampleRow) -> int | None:
     if thinking is None:
         return None
     if sequence.grammar_cursor is not None and sequence.grammar_cursor.error is not None:
-        return None  # the output ends with this error
+        return None  # the output then ends with this error
     cursor = sequence.thinking_cursor
     if cursor is None:
         cursor = sequence.thinking_cursor = ThinkingCursor(thinking)

@@ -30,7 +30,7 @@ class Sampler:
         self._eos_token_ids, self._ops, self._random_sampler = eos_token_ids, ops, random_sampler
 
     def ending_at(self, eos_token_ids: frozenset[int]) -> "Sampler":
-        """A sampler that differs only in its end tokens."""
+        """A sampler that differs only in its end-of-sequence tokens."""
         return Sampler(eos_token_ids, self._ops, self._random_sampler)
 
     def sample(
@@ -88,7 +88,7 @@ def _replace_random(
 def _neutralise_broken(scaled: torch.Tensor, highest: torch.Tensor) -> None:
     """Sets rows whose highest logit is NaN or infinite to zero, so that sampling is safe."""
     broken = ~torch.isfinite(highest)
-    if scaled.device.type != "cpu" or broken.any():  # without waiting for a GPU's answer
+    if scaled.device.type != "cpu" or broken.any():  # without waiting for a GPU
         scaled.masked_fill_(broken[:, None], 0.0)
 
 

@@ -13,7 +13,7 @@ from .state import SchedulerState
 
 
 def advance(state: SchedulerState, scheduler_output: SchedulerOutput) -> bool:
-    """Counts a submitted step as computed, and tells whether the next one can be scheduled now.
+    """Counts a submitted step as computed; returns whether the next one can be scheduled now.
 
     It cannot if beam search must choose from the step's tokens first. Skips aborted choices.
     """

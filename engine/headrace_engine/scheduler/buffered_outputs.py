@@ -19,7 +19,7 @@ from .sequence_group import SequenceGroup, open_group
 from .state import SchedulerState
 from .stop_checker import StopRule
 
-# For beams, which the search ends, not their sampled tokens.
+# For beams: the search ends them, not their sampled tokens.
 NEVER = StopRule(frozenset(), frozenset(), 0, maxsize)
 # A step ranks the candidates of all beams on the host: more of them would delay all requests.
 MAX_CANDIDATES = 2**15
@@ -47,7 +47,8 @@ class BufferedOutputs:
         return request_id in self._requests
 
     def open(self, request: EngineRequest, key: Rank, rule: StopRule) -> SequenceGroup:
-        """Makes the sequence group of a request that is answered at its end; drops its `resume`.
+        """Makes the sequence group of a request that is answered at its end, and ignores its
+        `resume`.
 
         Raises RequestError for more beams than can run at once.
         """

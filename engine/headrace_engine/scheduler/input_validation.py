@@ -83,7 +83,7 @@ def _check_tokenizer(request: EngineRequest) -> None:
 def _check_adapter(request: EngineRequest, limits: Limits) -> None:
     if request.lora is not None and request.lora not in limits.adapters:
         raise RequestError(
-            f"lora {request.lora!r:.80} is no adapter of this engine: name it in lora_modules"
+            f"lora {request.lora!r:.80} is not an adapter of this engine: name it in lora_modules"
         )
 
 

@@ -95,7 +95,7 @@ class Preemption:
         )
 
     def _prefill_starves(self, spare: int) -> bool:
-        """Whether the first prefill cannot continue with `spare` blocks, and others come later."""
+        """Whether the first prefill needs more than `spare` blocks, and a later sequence runs."""
         state, groups = self._state, self._kv.groups
         if not state.prefilling or spare >= groups.count + groups.state:
             return False
@@ -115,10 +115,10 @@ class Preemption:
 def _choose_victims(
     outranked: Ordered[Sequence], kv: KVCacheManager, *, blocks: int, slots: int, alone: bool
 ) -> list[Sequence] | None:
-    """The first sequences of `outranked` whose preemption frees a slot and `blocks`, or None.
+    """The fewest sequences, from the front of `outranked`, that free a slot and `blocks`; or None.
 
-    `slots` and the pool's free blocks are available already. `alone` means that `outranked` are all
-    running sequences: without them the waiting one has the whole pool. O(blocks of `outranked`).
+    `slots` and the pool's free blocks are available already. `alone` means that no other sequences
+    run: without them the waiting one has the whole pool. O(blocks of `outranked`).
     """
     free = kv.pool.num_free
     dropped: Counter[int] = Counter()

@@ -21,8 +21,9 @@ MAX_SCORED = 128
 class PrefillScheduler:
     """Schedules the prompts of one scheduler.
 
-    With `whole_prompts` prompts are not cut: one that is longer than a step's budget gets a step of
-    its own. `prefix_hits` and `prefix_misses` count tokens of sequences when they start first.
+    With `whole_prompts`, prompts are not split into chunks: one that exceeds the budget of a step
+    gets a step of its own. `prefix_hits` and `prefix_misses` count tokens of sequences when they
+    start first.
     """
 
     def __init__(
@@ -122,7 +123,8 @@ class PrefillScheduler:
             if not victims:
                 break
             for victim in victims:
-                if victim.state is State.RUNNING:  # else it went with another beam
+                # otherwise it was started together with another beam
+                if victim.state is State.RUNNING:
                     self._preemption.preempt(victim)
             first = queue.pop()
             assert first is head, "the policy let a later request preempt an earlier one"
@@ -182,7 +184,7 @@ class PrefillScheduler:
         return self._state.group_of(sequence).scores_prompt
 
     def _refuse(self, sequence: Sequence, matched: list[int]) -> bool:
-        """Ends the request if the policy refuses it, and tells whether it did.
+        """Ends the request if the policy refuses it; returns whether it did.
 
         Only leaders are asked about, since nothing of their requests has run yet.
         """

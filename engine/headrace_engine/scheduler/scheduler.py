@@ -51,7 +51,7 @@ class Scheduler:
         self._limits = limits
         self._policy = policy
         self._token_budget = config.max_num_batched_tokens
-        # A step must have a token for each running sequence.
+        # Each running sequence needs a token in the step.
         self._max_running = min(config.max_num_seqs, config.max_num_batched_tokens)
         self.kv_cache = KVCacheManager(
             limits.num_blocks,
@@ -90,7 +90,7 @@ class Scheduler:
         self._step_prefill = 0
         self._step_decode = 0
         self._last_step: SchedulerOutput | None = None
-        # Whose state the present update set back to that before its drafts.
+        # Sequences whose state the present update has set back to the one before their drafts.
         self._rolled_back: list[Sequence] = []
 
     @property
@@ -234,7 +234,7 @@ class Scheduler:
         return [
             (seq, groups[seq.request.request_id].rule.max_output - seq.output_length - 1)
             for seq in self._state.decoding
-            if seq.request.candidates is None  # its search chooses a beam's next token
+            if seq.request.candidates is None  # beam search chooses a beam's next token
         ]
 
     def advance(self, scheduler_output: SchedulerOutput) -> bool:
@@ -324,13 +324,14 @@ class Scheduler:
                 tokens = self._accept(group, sequence, tokens)
                 length = self._computed_length(sequence, length, drafts, tokens)
             end = sequence.num_computed_tokens = start + length
-            if end % size < length:  # the run filled a block
+            if end % size < length:  # the run has filled a block
                 self.kv_cache.register(sequence, start, end)
             if drafts:
                 self.kv_cache.truncate(sequence)
             if sequence is group.leader and end >= self._prefill.fork_at(group):
                 self._fork_followers(group, sequence)
-            if slides:  # after the fork: followers may need blocks outside of the leader's window
+            # after the fork, since followers may need blocks outside the leader's window
+            if slides:
                 self.kv_cache.release_outside_window(sequence)
             if samples:
                 outputs.append(

@@ -48,7 +48,7 @@ class SequenceGroup:
 
     @property
     def co_scheduled(self) -> bool:
-        """Whether its sequences must run all at once (beams)."""
+        """Whether all of its sequences must run at the same time (beams)."""
         return self.width > 1
 
     def next_leader(self) -> Sequence | None:

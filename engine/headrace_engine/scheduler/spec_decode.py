@@ -31,7 +31,7 @@ class DraftScheduler:
             tokens = drafts.get(sequence, ())[:rest]
             spare = max(0, self._kv.pool.num_free - self._watermark - self._kv.groups.state)
             tokens = tokens[: self._kv.reach(sequence, spare) - item.start - 1]
-            # A state that is read from other blocks in this step cannot be saved as well.
+            # If this step reads a state from other blocks, that state cannot be saved in addition.
             if not tokens or sequence.state_source or not self._can_save():
                 plain.append(item)
                 continue

@@ -18,7 +18,7 @@ from .sequence_group import SequenceGroup
 
 
 class SchedulerState:
-    """The state of one scheduler; `slots` is the most sequences that run at once.
+    """The state of one scheduler; `slots` is the maximal number of running sequences.
 
     `decoding`, `prefilling` and `blocked` are the running sequences, each in the order in which
     they came to that phase (a dict is an ordered set with removal in O(1)). Without `host` nothing

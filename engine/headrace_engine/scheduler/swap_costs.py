@@ -2,7 +2,8 @@
 
 from ..core.step_cost import PrefillDecodeCosts, Rate
 
-# A decision against swapping multiplies its estimated cost by this, so that it is tried again.
+# Each decision against swapping multiplies its estimated cost by this factor, so that it is tried
+# again.
 FADE = 0.95
 
 

@@ -112,7 +112,7 @@ class LeasedRequest:
         self.last_output_at = now
         self.tasks: set[asyncio.Task[None]] = set()
         self.answer: asyncio.Future[Resume] | None = None
-        self.round = 0  # of the last Takeover; 0 before the first
+        self.round = 0  # the round of the last Takeover; 0 before the first
         self.runs = 0
         self.cached_tokens = 0
         self.prompt_logprobs: bytes | None = None
@@ -220,7 +220,7 @@ class LeasedRequest:
             logprobs=logprobs,
             finish_reason=choice.finish_reason,
             stop_token=output.stop_token,
-            # Only in the first and the last message: others decode faster without it.
+            # Only the first and the last message have it: the others decode faster without it.
             cached_tokens=0 if output.index and not choice.finish_reason else self.cached_tokens,
             embedding=output.embedding,
             prompt_logprobs=self._prompt_logprobs_at(output.index),

@@ -275,7 +275,8 @@ _COUNTERS: tuple[tuple[names.Metric, _Read], ...] = (
 
 
 class _VllmNames(Collector):
-    """The same values under vLLM's names, which contain a colon: OpenTelemetry forbids that."""
+    """Exports the same values under vLLM's names, which contain a colon: OpenTelemetry forbids
+    that."""
 
     def __init__(
         self,
@@ -331,7 +332,7 @@ class _VllmNames(Collector):
         yield positions
 
     def _lora(self, stats: LoRAStats) -> PrometheusMetric:
-        """Reports adapters as vLLM does: in labels, and only the newest sample counts."""
+        """Reports adapters like vLLM: in labels, where only the newest sample counts."""
         family = GaugeMetricFamily(
             names.VLLM_LORA_REQUESTS,
             "Adapters whose requests run and wait; the value is the time in Unix seconds.",

@@ -20,7 +20,7 @@ from headrace_common.text.tokenizer import Tokenizer
 logger = logging.getLogger(__name__)
 
 CHECK_S = 30.0
-# Shorter, since gateways may not know a model that could not be registered.
+# Shorter than usual, since gateways do not know a model whose registration failed.
 RETRY_S = 2.0
 
 
@@ -94,7 +94,8 @@ class ModelRegistration:
         self._registered = False
 
     async def announce(self) -> None:
-        """Registers the model. If Redis is away, `keep` does it later. Raises HeadraceError."""
+        """Registers the model. If Redis is unreachable, `keep` does it later. Raises
+        HeadraceError."""
         try:
             await self._register()
         except BackendUnavailable as error:
@@ -137,5 +138,5 @@ class ModelRegistration:
             )
         if known != entry:
             await self._registry.register(entry, files.contents)
-        self._registered, self._files = True, None  # the next time they are read again
+        self._registered, self._files = True, None  # they are read again the next time
         logger.info("model registered", extra={"model": self._name, "digest": entry.digest})

@@ -1,4 +1,4 @@
-"""Writes replies and outcomes to Redis, in order; it drops none while Redis is away.
+"""Writes replies and outcomes to Redis, in order; it drops none while Redis is unreachable.
 
 All replies to one gateway since the last write become one frame, so a slow Redis makes frames
 larger, not more frequent. An outcome is written after the frames before it.

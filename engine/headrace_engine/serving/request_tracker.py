@@ -76,7 +76,8 @@ class RequestTracker:
         self._on_room = on_room
         self._on_error = on_error
         self._resume_timeout = resume_timeout
-        self._rounds = count(1)  # of all requests: a request that is leased again starts no lower
+        # of all requests: a request that is leased again has at least this number
+        self._rounds = count(1)
         self.busy = asyncio.Event()
         self._requests: dict[str, LeasedRequest] = {}
         self._attempts: dict[str, int] = {}  # the last one of each request, the newest at the end
@@ -135,7 +136,10 @@ class RequestTracker:
         return bool(leased.tasks) or self._runs(leased)
 
     def _runs(self, leased: LeasedRequest) -> bool:
-        """Whether the engine's core has the request; not while a takeover waits for its answer."""
+        """Whether the engine's core has the request.
+
+        It does not while a takeover waits for its answer.
+        """
         return leased.engine_key in self._by_engine_key
 
     # Runs in the engine's core
@@ -199,7 +203,7 @@ class RequestTracker:
             if leased.finished:
                 self._end(leased, leased.outcome())
             else:
-                leased.executing = True  # resume() told the queue
+                leased.executing = True  # resume() has told the queue
                 self._run(leased)
 
     async def _client_output(self, leased: LeasedRequest) -> Sequence[ChoiceState] | None:
@@ -376,7 +380,7 @@ class RequestTracker:
     async def beat(self, requests: Sequence[LeasedRequest]) -> None:
         """Renews leases and the engine's status, and applies the verdicts on `requests`.
 
-        If Redis is away, the next beat does it.
+        If Redis is unreachable, the next beat does it.
         """
         progress = [leased.progress() for leased in requests]
         try:

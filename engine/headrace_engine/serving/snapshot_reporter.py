@@ -28,10 +28,10 @@ from .step_log import StepLog
 logger = logging.getLogger(__name__)
 
 INTERVAL_S = 0.25
-# An idle engine's snapshots are the same, and only say that it is alive.
+# The snapshots of an idle engine do not change, and only show that it is alive.
 IDLE_INTERVAL_S = 1.0
-RATE_WINDOW = 5  # snapshots over which rates are measured
-# A step that takes longer is shown with what was known before it.
+RATE_WINDOW = 5  # the number of snapshots over which rates are measured
+# During a step that takes longer, the state before it is shown.
 STEP_PATIENCE_S = 1.0
 
 
@@ -79,10 +79,10 @@ class SnapshotReporter:
     async def _report(self) -> None:
         try:
             await self._write_snapshots()
-        except HeadraceError as error:  # as a Redis user of an older chart, which may not write
+        except HeadraceError as error:  # the Redis user of an older chart must not write snapshots
             self._refused = True
             logger.warning("no snapshots for consoles", extra={"error": str(error)})
-        except Exception:  # a console never ends an engine
+        except Exception:  # an error of a console must not end the engine
             self._refused = True
             logger.exception("no snapshots for consoles")
 

@@ -43,7 +43,7 @@ from .step_log import StepLog
 logger = logging.getLogger(__name__)
 P = ParamSpec("P")
 
-# A gateway gives an engine's requests to others if it hears nothing of the engine for 2-3 s.
+# A gateway releases an engine's requests to others if it hears nothing from the engine for 2-3 s.
 KEEP_ALIVE_INTERVAL = 1.0
 # Seconds between two searches for requests that other engines had begun. Their clients wait in the
 # middle of an answer, so they come before new requests, however many of these there are.
@@ -251,7 +251,8 @@ class Worker:
     async def _while_tasks_run(
         self, awaited: Coroutine[Any, Any, object], *tasks: asyncio.Task[None]
     ) -> None:
-        """Waits for `awaited`; raises the failure of the engine or of a task that ended before."""
+        """Waits for `awaited`. Raises the failure of the engine, or of a task that ended
+        earlier."""
         goal = asyncio.create_task(awaited)
         watched: set[asyncio.Future[Any]] = {goal, self._failure, *tasks}
         done, _ = await asyncio.wait(watched, return_when=asyncio.FIRST_COMPLETED)
@@ -409,7 +410,7 @@ class Worker:
         """Waits until nothing runs or the time is up, then gives the rest back; returns early after
         a recall.
 
-        Heartbeats at the start and at the end tell other processes of it.
+        Beats at the start and at the end inform other processes.
         """
         deadline = time.monotonic() + self._config.drain_timeout
         await self._tracker.beat(())

@@ -1,7 +1,7 @@
 """Drafts from a draft model: it runs all sequences as a batch over its own paged KV cache.
 
-Each of its steps gives one draft a sequence. It samples with the request's parameters and the
-random number that the target uses at that position, so that both choose the same token if their
+Each of its steps gives one draft for each sequence. It samples with the request's parameters and
+the random number that the target uses at that position, so that both choose the same token if their
 distributions are close enough.
 """
 

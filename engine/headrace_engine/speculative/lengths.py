@@ -19,7 +19,7 @@ PRIOR_WEIGHT = 2.0
 HOPE = 0.7
 # Each draft multiplies the weight of earlier ones by this.
 DECAY = 0.9
-# After this many steps without drafts a sequence gets one: its text may have changed.
+# A sequence gets a draft after this many steps without one: its text may have changed.
 PROBE_INTERVAL = 64
 # Steps within which drafts must save the cost of their start.
 HORIZON = 64

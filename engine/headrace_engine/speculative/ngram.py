@@ -9,7 +9,7 @@ from array import array
 from ..core.request import Sequence, State
 from ..core.step_plan import Drafts
 
-# The most occurrences that are compared, latest first.
+# The maximal number of occurrences that are compared, latest first.
 CANDIDATES = 64
 TOKEN_BITS = 32
 

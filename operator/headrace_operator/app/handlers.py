@@ -42,7 +42,8 @@ def register(
     async def model_service(
         type: str | None, namespace: str | None, name: str | None, body: kopf.Body, **_: Any
     ) -> None:
-        """First listing, creation, change of the spec, deletion. Not of the status."""
+        """Handles the first listing, creation, changes of the spec and deletion, but not changes of
+        the status."""
         key = (namespace or "", name or "")
         if type == "DELETED":
             seen.pop(key, None)
@@ -64,7 +65,8 @@ def register(
         labels={names.MANAGED_BY: names.FIELD_MANAGER},
     )
     async def deployment(namespace: str | None, labels: kopf.Labels, **_: Any) -> None:
-        """Engines became ready or ended, or the Deployment was changed or deleted."""
+        """Handles changes of a Deployment: engines became ready or ended, or it was changed or
+        deleted."""
         controller.nudge((namespace or "", labels.get(names.MODEL_SERVICE, "")))
 
     @kopf.on.startup(registry=registry)

@@ -36,7 +36,8 @@ logger = logging.getLogger(__name__)
 
 
 class ChosenSignals:
-    """Signals from Prometheus if the ModelService or the operator names one, else from pods."""
+    """Signals from Prometheus if the ModelService or the operator names one, otherwise from
+    pods."""
 
     def __init__(
         self, prometheus: PrometheusSignals, scraped: ScrapedSignals, *, everywhere: bool
@@ -58,7 +59,8 @@ class ChosenSignals:
 async def build(
     settings: OperatorSettings, cluster: Cluster, telemetry: Telemetry
 ) -> AsyncIterator[tuple[Controller, Reconciler, list[BackgroundTask]]]:
-    """The controller, the reconciler and the background tasks, with their open connections."""
+    """Builds the controller, the reconciler and the background tasks, with their open
+    connections."""
     async with AsyncExitStack() as stack:
         session = await stack.enter_async_context(fetch.session())
         remote = await stack.enter_async_context(fetch.session(local=False))

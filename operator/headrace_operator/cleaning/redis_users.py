@@ -35,7 +35,7 @@ from .periodic_task import PeriodicTask
 logger = logging.getLogger(__name__)
 Manifest = dict[str, Any]
 
-ROTATED = 600.0  # seconds in which the files of every pod have followed their Secret
+ROTATED = 600.0  # seconds until the files of every pod have followed their Secret
 PREFIX = model_user("")
 assert PREFIX == f"{USER}{ENGINE}.", "names of models' users begin alike"
 
@@ -66,7 +66,7 @@ class RedisUsers(PeriodicTask):
         self._namespace = namespace
         self._clock = clock
         self._since: dict[tuple[str, str], float] = {}  # when a user's password was first seen
-        self._rules: dict[tuple[str, str], Sequence[str]] = {}  # of a run of a server, and a user
+        self._rules: dict[tuple[str, str], Sequence[str]] = {}  # by run of a server, and user
 
     async def run_once(self) -> None:
         """Checks once. If Redis or the API server does not answer, the next check does its work."""
@@ -113,7 +113,7 @@ class RedisUsers(PeriodicTask):
         oldest_first = sorted(found, key=lambda body: body["metadata"].get("creationTimestamp", ""))
         claims: dict[str, tuple[ModelService, str]] = {}
         for body in oldest_first:
-            with suppress(InvalidSpec):  # its own status says so
+            with suppress(InvalidSpec):  # its own status says that
                 service = ModelService.parse(body)
                 annotations = body["metadata"].get("annotations") or {}
                 claim = service, str(annotations.get(names.REDIS_PASSWORD, ""))
@@ -134,7 +134,7 @@ class RedisUsers(PeriodicTask):
     async def _keep(
         self, servers: Sequence["ServerUsers"], service: ModelService, annotation: str
     ) -> None:
-        """Creates or changes a user where a server does not have it so."""
+        """Creates or changes a user on each server where it differs."""
         model = service.served_name
         user, rules = model_user(model), model_rules(model)
         password = self._password(service, annotation)
@@ -147,7 +147,7 @@ class RedisUsers(PeriodicTask):
             if found != wanted or self._rules.get((server.run, user)) != rules:
                 await server.set(user, wanted, rules)
                 self._rules[server.run, user] = rules
-        await self._write(secret(service, user, password))  # not before Redis knows it
+        await self._write(secret(service, user, password))  # only once Redis knows the password
         adapters = () if service.spec.lora is None else service.spec.lora.adapters
         granted = RegistrationGrant(
             owner=service.owner, adapters=tuple(each.name for each in adapters)

@@ -80,7 +80,7 @@ class LeaderLease:
             logger.warning("lease not released, it expires", extra={"error": str(error)})
 
     async def _tried(self) -> bool:
-        """One try to get or renew it."""
+        """Tries once to get or renew the Lease."""
         try:
             async with asyncio.timeout(self._config.renewal_limit / 2):
                 return await self._try()

@@ -45,7 +45,7 @@ def _settings(service: ModelService, source: Source, track: str) -> Mapping[str,
     spec = service.spec
     chosen = spec.engine.settings.model_dump(exclude_none=True, by_alias=False)
     chosen.setdefault("device", "cpu" if spec.engine.gpu is None else "cuda")
-    if spec.engine.tensor_parallel_size > 1:  # images of before know no such setting
+    if spec.engine.tensor_parallel_size > 1:  # images of older versions do not know this setting
         chosen["tensor_parallel_size"] = spec.engine.tensor_parallel_size
     if spec.queue.shards > 1:
         chosen["queue_shards"] = spec.queue.shards
@@ -57,7 +57,8 @@ def _settings(service: ModelService, source: Source, track: str) -> Mapping[str,
         "served_model_name": service.served_name,
         "owner": service.owner,
         "drain_timeout": spec.drain.timeout_seconds,
-        "after_drain": "wait",  # the kubelet would start it again before its pod is removed
+        # otherwise the kubelet would start it again before its pod is removed
+        "after_drain": "wait",
         "metrics_host": "0.0.0.0",  # noqa: S104 - the pod's own address; the policy guards it
         "metrics_port": names.METRICS_PORT,
     }
@@ -75,7 +76,7 @@ def _text(value: object) -> str:
 
 
 def own_user(service: ModelService, platform: Platform) -> bool:
-    """Whether the engines have a Redis user of their own, and its Secret in their pods."""
+    """Whether the engines have a Redis user of their own, whose Secret is in their pods."""
     return platform.queue_users and service.spec.queue.url_secret is None
 
 
@@ -113,6 +114,6 @@ def _identity(service: ModelService, platform: Platform) -> list[Manifest]:
     ]
     if platform.otlp_endpoint is not None:
         found.append({"name": "OTEL_EXPORTER_OTLP_ENDPOINT", "value": platform.otlp_endpoint})
-        # Metrics are scraped from the pod; sent as well, they would count double.
+        # Metrics are scraped from the pod; if they were also sent, they would count twice.
         found.append({"name": "OTEL_METRICS_EXPORTER", "value": "none"})
     return found

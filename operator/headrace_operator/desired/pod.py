@@ -13,12 +13,12 @@ from .source import Source, source
 
 Manifest = dict[str, Any]
 
-CACHE_DIR = "/var/cache/headrace"  # HOME of the image: everything that libraries like to write
-# The kernel drops a SIGTERM that comes before Python can handle it in a container's first process;
-# the pod may be deleted while it starts.
+CACHE_DIR = "/var/cache/headrace"  # HOME of the image: everything that libraries write by default
+# The kernel drops a SIGTERM that the container's first process cannot handle yet; the pod may be
+# deleted while Python starts.
 PRE_STOP_SECONDS = 1
-GRACE_MARGIN = 15  # seconds after the drain, to give back requests and to close connections
-STARTUP_PERIOD = 2  # an engine that is ready waits this long at most until Kubernetes knows
+GRACE_MARGIN = 15  # seconds after the drain, to give back requests and close connections
+STARTUP_PERIOD = 2  # the longest that a ready engine waits until Kubernetes knows
 GPU_PRODUCT = "nvidia.com/gpu.product"
 
 

@@ -15,7 +15,7 @@ _COPIER_BACKENDS = {"s3": "s3", "gs": "gcs"}
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """`model` and `revision` are the engine's settings so named."""
+    """A source. `model` and `revision` are the engine's settings of these names."""
 
     model: str
     revision: str | None = None

@@ -1,4 +1,4 @@
-"""Finds why engine pods do not start: one word for each cause, and the remedy. Pure.
+"""Finds why engine pods do not start, with pure functions: one word for each cause, and the remedy.
 
 A cause keeps its word while the kubelet tries again, so that it gives one event and not one for
 each attempt.
@@ -34,7 +34,7 @@ _WORDS = {"backend_unavailable": "RedisUnreachable", "backend_unfit": "RedisUnfi
 
 
 def problem(pods: Iterable[Manifest]) -> Problem | None:
-    """(reason, message) of the first pod that will not start by waiting."""
+    """(reason, message) of the first pod that will not start however long one waits."""
     for pod in pods:
         if found := _unscheduled(pod) or _broken(pod):
             return found[0], f"pod {pod['metadata']['name']}: {found[1]}"
@@ -65,7 +65,7 @@ def _cannot_start(container: Manifest) -> Problem | None:
 
 
 def _crashed(pod: Manifest, container: Manifest) -> Problem | None:
-    """The reason why a container ended, if that will happen again or has happened repeatedly."""
+    """The reason why a container ended, if it will happen again or has happened repeatedly."""
     if container.get("ready"):
         return None
     state = container.get("state", {})
@@ -115,7 +115,8 @@ def _end(container: Manifest, ended: Manifest, text: str) -> str:
 def _last_word(message: str) -> tuple[str, str]:
     """The code of a Headrace error, or "", and the last line for people.
 
-    Headrace's processes leave `code: problem`; others, and older ones, the end of their log.
+    Headrace's processes leave `code: problem`. Other processes, and those of older releases, leave
+    the end of their log.
     """
     lines = [line for line in message.splitlines() if line.strip()]
     if not lines:

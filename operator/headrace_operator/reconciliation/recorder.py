@@ -55,7 +55,8 @@ class Recorder:
     def record_starts(self, service: ModelService, pods: Sequence[dict[str, Any]]) -> None:
         """Measures each pod once, when it is first seen ready.
 
-        Pods that are ready at the first look are not measured: they may have been ready before.
+        Pods that are ready at the first reconciliation are not measured: they may have been ready
+        before.
         """
         ready = {pod["metadata"]["name"]: pod for pod in pods if engine_pods.is_ready(pod)}
         known = self._started.setdefault(service.key, set(ready))

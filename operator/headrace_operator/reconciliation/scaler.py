@@ -89,7 +89,7 @@ class Scaler:
             replicas, still = await self._down(
                 service, pods, cached, deployed=deployed, desired=desired, draining=still, now=now
             )
-        if len(pods) <= replicas:  # else Kubernetes has yet to choose the pods that go
+        if len(pods) <= replicas:  # otherwise Kubernetes has not yet chosen the pods to delete
             await self._set_right(service, pods, [victim.pod for victim in still], terminating)
         return Scaled(
             replicas=replicas,
@@ -151,7 +151,7 @@ class Scaler:
         draining: tuple[Draining, ...],
         now: float,
     ) -> tuple[int, tuple[Draining, ...]]:
-        """The Deployment's count, and the draining engines."""
+        """Returns the Deployment's count and the draining engines, when scaling down."""
         try:
             statuses = await self._directory.engines(service.served_name)
             surplus = deployed - desired
@@ -162,7 +162,7 @@ class Scaler:
             for engine_id in planned.engines_to_drain(engines):
                 await self._directory.drain(engine_id, service.served_name)
         except BackendUnavailable as error:
-            logger.warning("scale-down waits: redis is away", extra={"error": str(error)})
+            logger.warning("scale-down waits: redis is unreachable", extra={"error": str(error)})
             return max(deployed, desired), draining
         kept = deployed - absent - len(planned.ended)
         still = (*planned.waiting, *planned.start)
@@ -190,7 +190,8 @@ class Scaler:
                     await self._directory.drain(status.engine_id, service.served_name)
         except BackendUnavailable as error:
             logger.warning(
-                "engines neither drained nor recalled: redis is away", extra={"error": str(error)}
+                "engines neither drained nor recalled: redis is unreachable",
+                extra={"error": str(error)},
             )
 
     async def _mark(self, namespace: str, planned: DrainPlan) -> None:

@@ -1,7 +1,7 @@
-"""The status of a ModelService from observations and decisions. Pure.
+"""Pure functions that make the status of a ModelService from observations and decisions.
 
-A condition keeps its lastTransitionTime until its status changes. Events are made of exactly these
-changes, so a lasting state is reported once.
+A condition keeps its lastTransitionTime until its status changes. Only such changes make Events, so
+a lasting state is reported once.
 """
 
 from collections.abc import Mapping, Sequence
@@ -343,7 +343,8 @@ def transitions(
         alarming = _ALARMING.get(condition["type"]) == condition["status"]
         if not _changed(was, condition, alarming):
             continue
-        if any(earlier.reason == condition["reason"] for earlier in found) or _passing(condition):
+        told = any(earlier.reason == condition["reason"] for earlier in found)
+        if told or _is_temporary(condition):
             continue
         text = f"{condition['type']} is {condition['status']}: {condition['message']}"
         kind = "Warning" if alarming and was["reason"] != ZERO else "Normal"
@@ -351,7 +352,7 @@ def transitions(
     return found
 
 
-def _passing(condition: Mapping[str, Any]) -> bool:
+def _is_temporary(condition: Mapping[str, Any]) -> bool:
     """Whether the condition is temporary: windows and step limits often delay the count."""
     bound = condition["reason"] == ScalingLimit.MAX_REPLICAS.value
     return condition["type"] == SCALING_LIMITED and not bound

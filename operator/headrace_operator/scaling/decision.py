@@ -78,7 +78,8 @@ def _introduce(
 ) -> Decision:
     """At least one engine for an unregistered model, which clients could otherwise not request.
 
-    Its metrics are missing for the same reason, which is no problem while the first engines start.
+    Its metrics are missing for the same reason, which does not matter while the first engines
+    start.
     """
     least = max(1, policy.min_replicas)
     known = replace(seen, registered=True)

@@ -1,7 +1,7 @@
 """The state of scaling between two decisions: starts, learned speeds, recommendations, loads.
 
-A value: `learn` and the others return a new one. It survives a restart as JSON; without it, scaling
-starts from the policy's guesses and keeps the count it finds.
+It is immutable: `learn` and the other methods return a new one. It survives a restart as JSON;
+without it, scaling starts from the policy's guesses and keeps the count it finds.
 """
 
 import json

@@ -23,7 +23,7 @@ def stabilized(
 def highest_allowed(
     current: int, rules: ScalingRules, changes: tuple[TimedCount, ...], now: float
 ) -> int | None:
-    """The count that the step limits of scaling up allow; None is no limit."""
+    """The count that the step limits of scaling up allow; None means no limit."""
     if rules.select_policy == "Disabled":
         return current
     allowed = []
@@ -39,7 +39,7 @@ def highest_allowed(
 def lowest_allowed(
     current: int, rules: ScalingRules, changes: tuple[TimedCount, ...], now: float
 ) -> int | None:
-    """The count that the step limits of scaling down allow; None is no limit."""
+    """The count that the step limits of scaling down allow; None means no limit."""
     if rules.select_policy == "Disabled":
         return current
     allowed = []

@@ -9,8 +9,8 @@ class QueueSignals:
 
     `waiting_tokens` are prompt plus maximal output tokens of the waiting requests, `pending` the
     requests that engines have taken and not ended, `oldest_age` the seconds that the oldest waiting
-    request has waited. `arrival_rate` is the requests a second lately admitted, summed over
-    gateways; None where it is not known.
+    request has waited. `arrival_rate` is the number of requests recently admitted per second,
+    summed over gateways; None if unknown.
     """
 
     waiting: int
@@ -26,7 +26,7 @@ class EngineSignals:
 
     `running` sequences of at most `capacity` (both sums), `kv_utilization` the mean share of KV
     blocks in use, 0 to 1. `requests_per_second` ended and `tokens_per_second` prompt plus output
-    tokens are sums of what was lately measured; None where it is not known.
+    tokens are sums of recent measurements; None if unknown.
     """
 
     running: int

@@ -134,7 +134,8 @@ def _left(work: _Work, ready: int, starts: list[float], horizon: float) -> float
 def _backlog_by_capacity(
     seen: ScalingObservation, queue: QueueSignals, policy: ScalingPolicy, history: History
 ) -> Estimate:
-    """Without a known speed: the engines that could run all work at once; one without a size."""
+    """The backlog's estimate if speeds are unknown: the engines that could run all work at once, or
+    one if their size is unknown."""
     running = seen.engines.running if seen.engines is not None else 0
     size = history.engine_capacity
     needed = (running + queue.waiting) / (size * policy.utilization) if size else 1.0
@@ -148,7 +149,8 @@ def _age(
     history: History,
     now: float,
 ) -> Estimate:
-    """A tenth more engines, at least one, unless a start is under way that may still help."""
+    """The age's estimate: a tenth more engines, at least one, unless starting engines may still
+    help."""
     age, most = queue.oldest_age, policy.max_age
     if queue.waiting == 0 or age <= most:
         return Estimate(Signal.OLDEST_AGE, age, most, 0.0)

@@ -1,8 +1,6 @@
-"""HTTP requests of the operator: no redirects, only complete answers, own error messages.
-
-A message never contains the other side's answer, because it ends up in the status of an object that
-others may read.
-"""
+"""HTTP requests of the operator: without redirects, with complete answers only, and with their own
+errors. A message never contains the other side's answer, because it ends up in the status of an
+object that others may read."""
 
 import asyncio
 import socket
@@ -41,7 +39,7 @@ async def body(request: AbstractAsyncContextManager[aiohttp.ClientResponse], lim
     except aiohttp.ClientConnectorError as error:
         raise SignalsUnavailable(_no_connection(error)) from None
     except (aiohttp.ClientError, OSError, ValueError):
-        raise SignalsUnavailable("the answer is no HTTP, or broke off") from None
+        raise SignalsUnavailable("the answer is not HTTP, or broke off") from None
 
 
 async def _whole(content: aiohttp.StreamReader, limit: int) -> bytes:

@@ -1,7 +1,5 @@
-"""Signals of a model's queue and engines, and how they are computed from metrics.
-
-Pure. scrape.py and prometheus.py read the metrics.
-"""
+"""Signals of a model's queue and engines, and pure functions that compute them from metrics.
+scrape.py and prometheus.py read the metrics."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field

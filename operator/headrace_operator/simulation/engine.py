@@ -32,7 +32,7 @@ class EngineCosts:
         self.kv_tokens = profile.kv_tokens
 
     def step(self, decodes: int, prompt_tokens: float) -> float:
-        """Seconds of a step with one token for each of `decodes` sequences, and prompt tokens."""
+        """Seconds of a step with `decodes` decoding sequences, and these prompt tokens."""
         decode = self.decode_seconds[decodes] if decodes else 0.0
         return decode + prompt_tokens * self.prompt_token_seconds
 

@@ -17,7 +17,7 @@ class Objectives:
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """A sample of a run: counts of engines and requests, and requests admitted per second."""
+    """One moment of a run: counts of engines and requests, and requests admitted per second."""
 
     at: float
     desired: int
@@ -59,7 +59,7 @@ class Timings:
     first_tokens: NDArray[np.float64]
     ends: NDArray[np.float64]
 
-    def first(self) -> NDArray[np.float64]:
+    def to_first_token(self) -> NDArray[np.float64]:
         return self.first_tokens - self.arrivals
 
     def per_token(self) -> NDArray[np.float64]:
@@ -70,7 +70,7 @@ class Timings:
         """Share of all requests that met both objectives; a comparison with NaN is not met."""
         if not len(self.arrivals):
             return 1.0
-        soon = self.first() <= objectives.time_to_first_token
+        soon = self.to_first_token() <= objectives.time_to_first_token
         fast = self.per_token() <= objectives.time_per_output_token
         return float(np.mean(soon & fast))
 

@@ -25,7 +25,7 @@ _ENGINE, _ARRIVAL, _READY, _SCALING = range(4)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Setup:
-    """The setup that all policies of a comparison share. `replicas` serve at the start."""
+    """What all policies of a comparison have in common. `replicas` engines serve at the start."""
 
     trace: Trace
     profile: EngineProfile
@@ -75,7 +75,7 @@ class _Run:
             refused=self._refused,
             expired=self._expired,
             attainment=timings.attainment(self._setup.objectives),
-            time_to_first_token=quantiles(timings.first()),
+            time_to_first_token=quantiles(timings.to_first_token()),
             time_per_output_token=quantiles(timings.per_token()),
             gpu_hours=self._fleet.engine_seconds(until) / 3600 * self._setup.profile.gpus,
             scale_ups=self._ups,
@@ -106,7 +106,8 @@ class _Run:
         self._dispatch()
 
     def _dispatch(self) -> None:
-        """Gives waiting requests, oldest first, to engines with room; drops those too late."""
+        """Gives waiting requests, oldest first, to engines with room; drops those past their
+        deadline."""
         now = self._events.now
         while self._waiting:
             request = self._waiting[0]
@@ -200,7 +201,7 @@ class _Run:
         )
 
     def _rates(self, now: float) -> tuple[float | None, float | None, float | None]:
-        """Requests admitted, requests ended and tokens computed a second, lately."""
+        """Requests admitted, requests ended and tokens computed per second, recently."""
         tokens = self._fleet.tokens_out + self._prompt_tokens
         counters = self._counters
         counters.append((now, self._admitted, self._ended, tokens))

@@ -96,7 +96,7 @@ class HpaScaler:
         if abs(ratio - 1) <= HPA_TOLERANCE:
             return current
         if ratio > 1 and ready < current:
-            ratio *= ready / current  # those that start count as idle
+            ratio *= ready / current  # starting pods count as idle
             if ratio <= 1 + HPA_TOLERANCE:
                 return current
             return ceil(ratio * current)

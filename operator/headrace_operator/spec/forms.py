@@ -1,6 +1,6 @@
-"""Forms of a ModelService's texts, described in words.
+"""Formats of a ModelService's texts, described in words.
 
-The API server checks each form by a rule of the schema, and the operator checks it too, with the
+The API server checks each format by a rule of the schema, and the operator checks it too, with the
 same message. For a bare pattern the message would be a regular expression.
 """
 
@@ -15,7 +15,10 @@ from pydantic_core import CoreSchema, core_schema
 
 @dataclass(frozen=True, slots=True)
 class Form:
-    """A form of texts. `pattern` is valid in Python and RE2; `numbers`: also whole numbers."""
+    """A format of texts.
+
+    `pattern` is valid in Python and RE2; `numbers` allows whole numbers, too.
+    """
 
     pattern: str
     must_be: str

@@ -113,6 +113,6 @@ def _secrets(service: ModelService) -> Iterator[Reference]:
 
 
 def _named(field: str, reference: Any) -> Iterator[Reference]:
-    """The names in an object of Kubernetes' own API, which is not checked yet."""
+    """The names in an object of the Kubernetes API, which is not validated yet."""
     if isinstance(reference, dict) and isinstance(reference.get("name"), str):
         yield f"{field}.name", reference["name"]

@@ -31,7 +31,7 @@ Opaque = dict[str, Any]
 
 
 class SpecSection(BaseModel):
-    """Frozen; unknown fields are refused, never ignored. `cel`: (rule, message) pairs."""
+    """A frozen section that refuses unknown fields. `cel` are (rule, message) pairs."""
 
     model_config = ConfigDict(
         frozen=True,
@@ -199,7 +199,7 @@ class EngineSettingsSpec(SpecSection):
     threads: int | None = Field(None, ge=1)
     """CPU threads."""
     deterministic: bool | None = None
-    """The same bits for a request alone, in a crowd, or resumed on another engine."""
+    """The same bits for a request alone, among others, or resumed on another engine."""
     enforce_eager: bool | None = None
     """No CUDA graphs."""
     enable_autotuner: bool | None = None
@@ -384,7 +384,7 @@ class QueueSpec(SpecSection):
     """Secret with the URL of Redis or Valkey; the operator's default where absent."""
     shards: int = Field(1, ge=1, le=MAX_SHARDS)
     """Shards of the model's queue, which may be on different nodes of a Redis cluster. Best 1, 3,
-    6, 12 or 24: those are evenly apart."""
+    6, 12 or 24: those are evenly spread."""
 
 
 class MonitoringSpec(SpecSection):

@@ -25,7 +25,7 @@ class MessagesAnswer:
         self._options = options
         self._parser = OutputParser(options.form, options.tokenizer, options.prompt)
         self._opened = False
-        self._blocks: list[dict[str, Any]] = []  # the last one may still be open
+        self._blocks: list[dict[str, Any]] = []  # the last block may still be open
         self._open = False
         self._texts: list[str] = []
         self._last: Piece | None = None
@@ -147,7 +147,8 @@ def _usage(usage: Usage) -> Chunk:
 
 
 def _object(text: str) -> dict[str, Any]:
-    """Returns a call's input as an object; one that was cut off, or is no object, becomes empty."""
+    """Returns a call's input as an object; one that was cut off, or is not an object, becomes
+    empty."""
     try:
         value = json.loads(text)
     except (ValueError, RecursionError):

@@ -1,5 +1,5 @@
 """Errors in Anthropic's form: `{"type": "error", "error": {type, message}}`, and the headers that
-identify its clients, and their requests."""
+identify Anthropic's clients and their requests."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -41,7 +41,7 @@ def body_at(scope: Scope, error: ApiError) -> dict[str, Any]:
 
 
 def named_at(scope: Scope, name: str) -> dict[str, str]:
-    """Returns the headers that tell clients a request's name, which is also in the logs."""
+    """Returns the headers that tell clients the request's id, which is also in the logs."""
     named = {"x-request-id": name}
     return {**named, "request-id": name} if is_anthropics(scope) else named
 

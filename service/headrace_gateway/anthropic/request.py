@@ -33,10 +33,7 @@ _CHOICES: Mapping[str, Any] = {"auto": "auto", "any": "required", "none": "none"
 
 
 def messages_of(body: Conversation) -> list[Message]:
-    """Returns the conversation as chat messages; a last one of the assistant is to be continued.
-
-    Raises ApiError.
-    """
+    """Returns the conversation as chat messages. Raises ApiError."""
     transcript = Transcript()
     if body.system:
         transcript.say("system", _text(body.system))
@@ -45,8 +42,8 @@ def messages_of(body: Conversation) -> list[Message]:
     return transcript.messages()
 
 
-def goes_on(body: Conversation) -> bool:
-    """Whether the answer continues what the last message begins."""
+def continues_last_message(body: Conversation) -> bool:
+    """Whether the last message is the beginning of the answer, which the model continues."""
     return body.messages[-1].role == "assistant"
 
 
@@ -66,8 +63,10 @@ def tooling_of(body: Conversation) -> Tooling:
 
 
 def variables_of(body: Conversation, model: ServedModel) -> Mapping[str, Any] | None:
-    """Returns the template's variables: unlike templates, Anthropic's models reason only on
-    request."""
+    """Returns the chat template's variables.
+
+    They turn reasoning off unless the request asks for it, as in Anthropic's API.
+    """
     thinking = isinstance(body.thinking, ThinkingOn)
     given = {**thinking_variables(model, thinking=thinking), **(body.chat_template_kwargs or {})}
     effort = None if body.output_config is None else body.output_config.effort
@@ -75,14 +74,14 @@ def variables_of(body: Conversation, model: ServedModel) -> Mapping[str, Any] | 
 
 
 def omits_thinking(body: MessagesRequest) -> bool:
-    """Whether the answer leaves out the reasoning, and has it in signatures only."""
+    """Whether the answer shows no reasoning and carries it only in signatures."""
     return isinstance(body.thinking, ThinkingOn) and body.thinking.display == "omitted"
 
 
 def sampling_of(body: MessagesRequest, *, reasons: bool) -> SamplingParams:
-    """Returns the request's sampling. Raises SamplingError and ApiError.
+    """Returns the sampling parameters. Raises SamplingError and ApiError.
 
-    A model that does not reason has no use for a limit of thinking.
+    `reasons` says whether the model reasons; only then is a thinking budget set.
     """
     names = ("temperature", "top_p", "top_k", "min_p", "seed")
     given = {name: getattr(body, name) for name in names if getattr(body, name) is not None}
@@ -126,7 +125,8 @@ def _add(message: MessageParam, transcript: Transcript, place: str) -> None:
             case _:
                 where = f"{place}.content[{index}].type"
                 raise invalid(
-                    f"{where}: a message of the {message.role} has no {block.type}.", param=where
+                    f"{where}: a message of the {message.role} cannot contain {block.type}.",
+                    param=where,
                 )
     if texts:
         role: Role = "system" if message.role == "system" else "user"
@@ -134,8 +134,7 @@ def _add(message: MessageParam, transcript: Transcript, place: str) -> None:
 
 
 def _thought(block: ThinkingBlock) -> str:
-    """Returns the reasoning in a block. Another server's signature cannot be read, and gives
-    none."""
+    """Returns the reasoning in a block; "" if it is in a signature that another server made."""
     if block.thinking or not block.signature:
         return block.thinking
     try:

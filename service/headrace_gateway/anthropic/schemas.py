@@ -41,7 +41,7 @@ _OR_TEXT = (
 
 
 class CacheControl(Body):
-    """Accepted without effect: prompts are cached by their content."""
+    """Accepted without effect: prompts are always cached, by their content."""
 
     type: Literal["ephemeral"]
     ttl: Literal["5m", "1h"] | None = None
@@ -98,7 +98,8 @@ class MessageParam(Body):
 
 
 class ToolParam(Body):
-    """A tool. Inputs are streamed as they are written, whatever `eager_input_streaming` says."""
+    """A tool. Inputs are always streamed while they are written; `eager_input_streaming` has no
+    effect."""
 
     type: Annotated[Literal["custom"] | None, nothing_but("custom", NO_SERVER_TOOLS)] = None
     name: FunctionName

@@ -1,4 +1,4 @@
-"""Builds the parts of batches: the store, what clients do with it, and its leader."""
+"""Builds what batches need: their storage, the service behind the routes, the context of a run."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -17,14 +17,17 @@ from .batch_service import BatchService, BatchServiceLimits
 from .internal import InternalClient
 from .run import BatchContext, BatchLimits, BatchMetrics
 
-# Bytes of a line around its request's body, with some blanks.
+# Bytes that a line of a batch may have besides its request's body.
 ENVELOPE_BYTES = 4096
 
 
 @dataclass(frozen=True, slots=True)
 class Storage:
-    """Where files and batches are stored. `leader` is this gateway's name among the leaders,
-    `clock` gives Redis' Unix seconds."""
+    """Where files and batches are stored.
+
+    `leader` is the name by which this gateway leads batches. `clock` returns the Unix seconds of
+    Redis.
+    """
 
     files: RedisFiles
     batches: RedisBatches

@@ -1,4 +1,4 @@
-"""The operations of clients on files and batches: each is checked, then stored. Without HTTP."""
+"""The operations of clients on files and batches, without HTTP: each is checked, then stored."""
 
 import re
 import secrets
@@ -44,7 +44,7 @@ class ExpiresAfter(Body):
 
 
 class CreateBatch(Body):
-    """OpenAI's body; `completion_window` also takes other times, such as 30m, 12h or 7d."""
+    """OpenAI's body. `completion_window` also accepts other times, such as 30m, 12h or 7d."""
 
     input_file_id: Name
     endpoint: Name
@@ -212,7 +212,7 @@ class BatchService:
 
 def _may_see(access: ReadAccess, batch: Batch) -> bool:
     progress = batch.progress
-    models = progress.models or filter(None, [progress.model])  # the models of an older leader
+    models = progress.models or filter(None, [progress.model])  # models from an older leader
     return access.permits(batch.request.tenant, models)
 
 

@@ -43,7 +43,7 @@ class CrashCounts:
 
     @asynccontextmanager
     async def started(self, line: int) -> AsyncIterator[None]:
-        """Notes that the line runs within the block; notes of earlier leaders stay."""
+        """Records in Redis that the line runs within the block; notes of earlier leaders stay."""
         self._started.add(line)
         await self._batches.start(self._batch, line, self._leader)
         yield
@@ -51,7 +51,10 @@ class CrashCounts:
         self._started.discard(line)
 
     def starters(self, line: int) -> frozenset[str]:
-        """Returns the gateways with a note of this line. Its result deletes the notes."""
+        """Returns the gateways that have a note of this line.
+
+        Storing the line's result deletes the notes.
+        """
         return self._found.get(line, frozenset()) | {self._leader}
 
     async def cleared(self, line: int) -> None:
@@ -63,7 +66,7 @@ class CrashCounts:
         try:
             await self._batches.unstart(self._batch, self._started, [self._leader])
         except BackendUnavailable:
-            return  # then this gateway counts as one that ended
+            return  # this gateway then counts as one that ended
 
 
 class SharedExclusiveLock:

@@ -1,8 +1,6 @@
-"""Sends a batch's requests to this gateway's own API: the same code as for clients, without a
-socket.
-
-The caller is known, and no key is sent: only code of this process can use it.
-"""
+"""Sends a batch's requests to this gateway's own API: they run the same code as clients' requests,
+without a socket. The caller is passed directly, without a key: only code of this process can do
+that."""
 
 import asyncio
 import logging
@@ -33,10 +31,10 @@ class InternalClient:
     async def post(
         self, path: str, body: bytes, headers: Mapping[str, str], state: Mapping[str, Any]
     ) -> InternalAnswer:
-        """Returns the whole answer. Cancelling it looks to the application as if the client had
-        left.
+        """Returns the whole answer.
 
-        `state` tells the application what no client can.
+        To the application, cancelling looks as if the client had left. `state` passes values that a
+        client could not send.
         """
         exchange = _Exchange(body)
         try:

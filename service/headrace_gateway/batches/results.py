@@ -16,7 +16,7 @@ from .items import file_item
 from .lines import Line
 
 OUTPUT_PURPOSE = "batch_output"
-# The most results, and bytes of them, in memory at a time while a file is made.
+# The maximal number of results, and of their bytes, in memory while a file is made.
 PAGE_LINES = 64
 PAGE_BYTES = 4 * 2**20
 _USAGE = b'"usage":'
@@ -46,7 +46,7 @@ def answer_result(batch: Batch, line: Line, answer: InternalAnswer) -> Result:
 
 
 def usage_of(body: bytes) -> TokenUsage:
-    """Returns the tokens that an answer says it used; none if it does not say.
+    """Returns the tokens that an answer reports as used; zeros if it reports none.
 
     Reads them from its end without the rest, which may be megabytes. Quotes within a JSON string
     are escaped, so that this can only be the field's name.

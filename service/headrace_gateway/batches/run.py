@@ -101,7 +101,7 @@ class LeaseLost(Exception):
 
 
 class _Busy(Exception):
-    """The service takes no requests now; `answer` may say for how long."""
+    """The service takes no requests now; `answer` may have the time after which to retry."""
 
     def __init__(self, answer: InternalAnswer) -> None:
         super().__init__(answer.status)
@@ -123,7 +123,7 @@ class BatchRun:
         self._crashes = CrashCounts(context.batches, batch, context.leader)
 
     async def run(self) -> None:
-        """Runs the batch to its end, from where it is."""
+        """Runs the batch to its end, starting from its stored progress."""
         if not self._progress.status.final:
             await self._crashes.load()
             try:
@@ -134,7 +134,7 @@ class BatchRun:
             self._context.metrics.batch_ended(self._progress.status.value)
         await self._context.stores.count(self._tenant, batch_item(self._batch.request))
 
-    # Before
+    # Before the lines
 
     async def _lead(self) -> None:
         ended = max(map(self._crashes.gateways, (READING_INPUT, WRITING_RESULTS)))
@@ -210,7 +210,7 @@ class BatchRun:
         return [line for line in source.lines if line.number not in self._done]
 
     async def _set_aside(self, line: Line) -> None:
-        """Gives the line its error, and ends its request in the queue."""
+        """Gives the line an error as its result, and ends its request in the queue."""
         message = (
             f"{self._crashes.gateways(line.number)} gateways ended, one after the other, while "
             "this request ran; it is not run again. Make it simpler or shorter."
@@ -331,7 +331,7 @@ class BatchRun:
     async def _ask(self, content: bytes, line: Line) -> InternalAnswer | None:
         """Returns the answer; None if the key no longer exists. Raises _Busy."""
         context, request = self._context, self._batch.request
-        # A response outlives its line under its id, as for any client.
+        # The response outlives its line under its id, as for any client.
         state: dict[str, Any] = {} if request.endpoint == RESPONSES else {BATCH: request.id}
         if context.find_key is not None:
             key = context.find_key(request.key_id)
@@ -352,7 +352,7 @@ class BatchRun:
     def _key(self, line: Line) -> str:
         return f"{self._batch.request.id}:{line.number}"
 
-    # Its end
+    # The batch's end
 
     async def _end(self, status: BatchStatus, left: list[Line]) -> None:
         await self._say(status=BatchStatus.FINALIZING, finalizing_at=self._now, **self._counts)
@@ -386,7 +386,7 @@ class BatchRun:
                 await self._request_id(line), ReadAccess(self._tenant)
             )
         except ApiError:
-            return  # it was not in the queue
+            return  # the line was not in the queue
 
     async def _vacate(self, line: Line) -> None:
         """Stops counting the line's request, before its result is stored.
@@ -409,7 +409,7 @@ class BatchRun:
         try:
             await forget(await self._request_id(line), ReadAccess(self._tenant))
         except ApiError:
-            return  # it was refused, and not stored
+            return  # the request was refused, and not stored
 
     async def _request_id(self, line: Line) -> str:
         resume = ResumeOptions(key=self._key(line), background=False, last_event_id=None)
@@ -422,7 +422,7 @@ class BatchRun:
     def _tenant(self) -> str:
         return self._batch.request.tenant
 
-    # What is said of it
+    # What is sent for it
 
     @property
     def _now(self) -> int:

@@ -41,7 +41,8 @@ class EngineSupervisor:
                     await loop.sock_sendall(self._end, encode(KillRequest(self._number, engine_id)))
                     while True:
                         answer = decode_answer(await loop.sock_recv(self._end, MAX_BYTES))
-                        if answer.number == self._number:  # not of an earlier process of ours
+                        # the answer to a request of an earlier process
+                        if answer.number == self._number:
                             return answer.killed
             except TimeoutError as error:
                 raise unavailable(

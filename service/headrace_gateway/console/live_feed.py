@@ -1,7 +1,6 @@
 """Reads the live data for all consoles of this gateway, only while at least one watches.
 
-One task reads for all watchers. A watcher that is slower than the data misses what is replaced
-meanwhile.
+One task reads for all watchers. A watcher that is slower than the data misses views.
 """
 
 import asyncio
@@ -26,7 +25,7 @@ from .live_view import EngineView, LiveView, ModelView
 logger = logging.getLogger(__name__)
 
 INTERVAL_S = 0.25
-# The most of a second's share that reading may take: if it takes long, it is done less often.
+# The largest share of time that reading may take: if reads take long, they become less frequent.
 MAX_SHARE = 0.2
 QUIET_S = 2.0
 WATCH_EVERY_S = 1.0
@@ -70,7 +69,7 @@ class LiveFeed:
         self._version = 0
         self._published = asyncio.Condition()
         self._asked_at = 0.0
-        self._since = 0.0  # when watching began, by Redis' clock
+        self._since = 0.0  # the time when watching began, by Redis' clock
 
     @property
     def tenants(self) -> Sequence[str]:

@@ -20,7 +20,7 @@ from headrace_common.protocol.live import (
 SILENT_SNAPSHOTS_S, SILENT_BEATS_S = 2.0, 7.0
 # Sequences of all engines in one event, so that its size is bounded.
 MAX_SEQUENCES = 1024
-_DIGITS = 4  # of seconds
+_DIGITS = 4  # in seconds
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,7 +43,7 @@ class EngineView:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LiveView:
-    """All models and engines; equal to an earlier one if nothing has changed but ages.
+    """All models and engines. Two views are equal if they differ only in ages.
 
     `stale`: Redis is unreachable, and this is the last known state. `engines_left_out` is the
     number of engines that are not shown.

@@ -17,11 +17,12 @@ from ..queue_client.request_history import MAX_REQUESTS, RequestHistory
 
 logger = logging.getLogger(__name__)
 
-SHOWN_S = 10.0  # how long after a console has asked others write its tenant's requests
-POLL_S = 3.0  # between two looks for such tenants while there are none
+# seconds for which other gateways write a tenant's requests after a console has asked
+SHOWN_S = 10.0
+POLL_S = 3.0  # seconds between two checks for such tenants while there are none
 WRITE_S = 1.0
 KEPT_S = 1.0
-STALE_S = 15.0  # what a gateway that is gone wrote last
+STALE_S = 15.0  # seconds for which a dead gateway's last data are shown
 MAX_KEPT = 256
 
 Clock = Callable[[], float]
@@ -152,6 +153,6 @@ def _accepted(content: Content) -> float:
 
 
 def _progress(content: Content) -> int:
-    """Chooses, of two gateways that followed a request, the entry of the one that knows more."""
+    """Chooses, of two gateways' entries for a request, the one that knows more."""
     ended = content["state"] != "running"
     return len(content["events"]) + (1000 if ended else 0)

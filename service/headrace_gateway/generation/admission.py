@@ -1,6 +1,6 @@
 """Turns a checked body into accepted requests: deadline, length and token ids, then the queue.
 
-Refuses here what no engine can run, before it costs anything.
+Requests that no engine can run are refused here, before they cost anything.
 """
 
 import asyncio
@@ -25,8 +25,8 @@ from ..queue_client.ports import Client
 from ..queue_client.request_ids import RequestIds
 from ..queue_client.run import Accepted, cancel_all
 
-# Seconds in which texts become tokens that no context bounds: to count them, or to embed them. The
-# longest body takes about four; several at once wait for one another.
+# Seconds for tokenising texts whose length no context bounds: to count their tokens, or to embed
+# them. The longest body takes about four; several at once wait for one another.
 TOKENIZING_S = 6.0
 
 
@@ -139,7 +139,7 @@ class Admission:
         _, deadline_ms = lifetime
         seconds = deadline_ms / 1000 - self.clock()
         message = "the deadline passed before the prompt was tokenised"
-        if seconds <= 0:  # a limit would let a block end that never waits
+        if seconds <= 0:  # a limit of a block that never waits would not end it
             raise RequestFailed(FailureCode.DEADLINE, message)
         return TimeLimit(seconds, message)
 
@@ -161,7 +161,7 @@ class Admission:
         return _shortest(model.max_model_len, running or model.usual_model_len)
 
     async def known_context(self, model: ServedModel) -> int | None:
-        """Like `context`, but falls back to the model's files and entry if Redis is away."""
+        """Like `context`, but falls back to the model's files and entry if Redis is unreachable."""
         try:
             return await self.context(model)
         except BackendUnavailable:

@@ -1,4 +1,5 @@
-"""Checks what outputs must match: refuses what no engine can compile, before it is queued."""
+"""Checks the constraints on outputs: refuses those that no engine can compile, before they are
+queued."""
 
 import asyncio
 

@@ -34,7 +34,8 @@ from .embeddings import (
 from .pipeline import Pipeline
 from .resumable_response import queue_id_of
 
-# An engine that does not know embeddings generates one token. From that the gateway knows it.
+# An engine that does not know embeddings generates one token instead, by which the gateway
+# recognises it.
 SAMPLING = SamplingParams(max_tokens=1)
 # After this many inputs, the event loop can work for other requests.
 INPUTS_AT_ONCE = 64
@@ -161,7 +162,8 @@ async def _job(call: EmbeddingCall) -> Job:
     return Job(
         request_id=call.request_id,
         model=call.model,
-        tenancy=tenancy_of(call.pipeline.caller, call.body),  # refused before the prompts are read
+        # a refusal here comes before the prompts are read
+        tenancy=tenancy_of(call.pipeline.caller, call.body),
         prompts=await _encode(call),
         sampling=SAMPLING,
         trace=call.observation.trace,

@@ -33,7 +33,7 @@ Encoding = Literal["float", "base64"]
 
 # Writing a float as text takes about half a microsecond: more than these are written in a thread.
 INLINE_FLOATS = 16_384
-# The piece that is measured for a vector, which has no tokens.
+# The piece that is recorded in metrics for a vector, which has no tokens.
 ONE_MADE = Piece(choice=0, text="", token_ids=(), logprobs=None, finish_reason="stop")
 
 
@@ -81,7 +81,7 @@ class EmbeddingResponse(DisconnectingResponse):
         return self._total
 
     async def begin(self) -> None:
-        """Queues the first input. Raises what refuses the request."""
+        """Queues the first input. Raises the error of a refusal."""
         try:
             await self._batch.begin()
         except HeadraceError as error:
@@ -113,7 +113,7 @@ class EmbeddingResponse(DisconnectingResponse):
 class ResumableEmbeddingExchange:
     """The data from which the answer of a stored request is made.
 
-    `admits`: this response queued the request, and counts it.
+    `admits` says that this response queued the request and counts it.
     """
 
     session: EmbeddingSession
@@ -137,7 +137,7 @@ class ResumableEmbeddingResponse(DisconnectingResponse):
         return self._total
 
     async def begin(self) -> None:
-        """Joins the session; returns once an input is queued. Raises what refuses the request."""
+        """Joins the session; returns once an input is queued. Raises the error of a refusal."""
         self._session.presence.join()
         try:
             await self._session.begun()

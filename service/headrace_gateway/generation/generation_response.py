@@ -27,7 +27,7 @@ class Exchange:
     """The data from which one request's answer is made.
 
     `resumable_id` is set for a request that continues without this response; `events` numbers its
-    stream. `admits`: this response queued the request, and counts it.
+    stream. `admits` says that this response queued the request and counts it.
     """
 
     tokenizer: Tokenizer
@@ -46,7 +46,7 @@ async def queued(
 ) -> Sequence[Accepted]:
     """Waits until a request is in the queue; counts it if `admits`.
 
-    Raises what refuses the request, and counts the refusal.
+    Raises the error of a refusal, and counts it.
     """
     try:
         accepted = await queueing
@@ -120,7 +120,8 @@ class GenerationResponse(DisconnectingResponse):
             await stop(pings)
 
     async def _comment(self) -> bytes:
-        """Returns what keeps a silent stream open: the request's position while it waits."""
+        """Returns a comment that keeps a silent stream open: the request's position while it
+        waits."""
         text = KEEP_ALIVE
         request = self._runs[0].accepted.request
         try:
@@ -161,7 +162,8 @@ class GenerationResponse(DisconnectingResponse):
             await stream.send(event(chunk, named=answer.named))
 
     def _pushed(self, stream: EventStream) -> DirectStream | None:
-        """Returns what writes most of the stream's events; None if `_pieces` must make each."""
+        """Returns the object that writes most of the stream's events; None if `_pieces` must make
+        each."""
         (run, *others), exchange = self._runs, self._exchange
         generation = run.accepted.generation
         if others or not is_listenable(generation):

@@ -1,7 +1,7 @@
 """Counts the tokens of requests in the queue for the limits of their keys.
 
-Wraps the queue's client: whatever happens to an HTTP connection, a request is charged for what it
-used until it has really ended. Requests of keys without limits pass unchanged.
+It wraps the queue's client, so a request is charged until it has ended in the queue, even if its
+HTTP connection has ended before. Requests of keys without limits pass unchanged.
 """
 
 from collections.abc import AsyncIterator, Callable

@@ -40,9 +40,9 @@ class Call:
     """An operation to run.
 
     `encode` makes the prompts' token ids; it takes time, and raises an error for a prompt that is
-    refused. `form` says how the output is read. `stored`: the request is stored even without a
-    header that asks for it. `shows_ids`: the answer has the token ids. `prompt_echo` says what else
-    of the prompts it has.
+    refused. `form` says how the output is parsed. With `stored`, the request is stored even without
+    a header that asks for it. With `shows_ids`, the answer has the token ids. `prompt_echo` says
+    which other data of the prompts it has.
     """
 
     model: ServedModel

@@ -40,7 +40,7 @@ from .prompts import ChatOptions, PromptEncoder
 from .rendering import Rendering
 from .resumable_response import ResumableCall, ResumableRequests, queue_id_of
 
-# Where a request's state has the size of its body.
+# The key of a request's state for the size of its body.
 BODY_SIZE = "headrace.body_size"
 
 
@@ -176,7 +176,8 @@ class Pipeline:
     async def count_tokens(
         self, model: ServedModel, messages: Sequence[Message], options: ChatOptions
     ) -> tuple[int, Mapping[str, str]]:
-        """Returns the tokens of a chat's prompt, and the answer's headers. Raises as `charged`."""
+        """Returns the tokens of a chat's prompt, and the answer's headers. Raises the errors of
+        `charged`."""
 
         async def read() -> tuple[int, int]:
             ids = await self.prompts.chat(model, messages, options)
@@ -187,7 +188,7 @@ class Pipeline:
     async def generate(
         self, operation: Operation, request: Request, body: GenerationBody, call: Call
     ) -> Response:
-        """Queues a call and returns the response that answers it. Raises what refuses it."""
+        """Queues a call and returns the response that answers it. Raises the error of a refusal."""
         headers = request.headers
         resume = resume_options(
             headers, stream=body.stream, background=body.background, stored=call.stored
@@ -202,7 +203,8 @@ class Pipeline:
         )
         with observation.before_response():
             lifetime = self.admission.lifetime(headers)
-            await self._check_structure(request, body, call)  # it has a time limit of its own
+            # embedding has a time limit of its own
+            await self._check_structure(request, body, call)
             async with self.admission.time_to_queue(lifetime):
                 job = await _job(call, body, queue_id, observation.trace, self.caller)
                 requests = await self.admission.prepare(job, lifetime)
@@ -266,7 +268,7 @@ async def _job(
     trace: Mapping[str, str],
     caller: Caller | None,
 ) -> Job:
-    tenancy = tenancy_of(caller, body)  # refused before the prompts are encoded
+    tenancy = tenancy_of(caller, body)  # a refusal here comes before the prompts are encoded
     prompts = await call.encode()
     sampling = at_prompt(call.sampling, call.form, call.model.tokenizer, prompts[0])
     return Job(

@@ -24,9 +24,9 @@ from ..parsing.harmony.messages import described, writable
 from ..schemas.chat_messages import Message
 from .rendering import Rendering
 
-# The cost of a message, a part of one or a call, in characters.
+# The cost of a message, of a part of one, or of a call, in characters.
 OBJECT_CHARS = 64
-# A query is tokenised again for each document, so this is more than the body has.
+# A query is tokenised again for each document, so a request can have more text than its body.
 MAX_PAIR_CHARS = 2**21
 RESERVED_VARIABLES = frozenset(
     {"messages", "tools", "documents", "add_generation_prompt", "continue_final_message"}
@@ -300,7 +300,7 @@ def _plain_message(message: Message, *, developer: bool) -> dict[str, Any]:
     if content is None:
         content = message.refusal
     if content is None and message.tool_calls is None:
-        content = ""  # templates would write None
+        content = ""  # otherwise templates would write None
     role = "system" if message.role == "developer" and not developer else message.role
     fields = message.model_dump(exclude_none=True, exclude={"reasoning", "refusal"})
     plain = {**fields, "role": role, "content": content}

@@ -26,14 +26,20 @@ BUSY = "templates_busy"
 
 
 class Rendering:
-    """Used on one event loop. Processes start with the first chat that needs one."""
+    """Renders chats.
+
+    Use it on one event loop. Processes start with the first chat that needs one.
+    """
 
     def __init__(self, limits: TaskLimits = LIMITS) -> None:
         self._pool = LimitedPool(WORKERS, limits, [__name__])
         self._slots = FairSlots(WORKERS, most=MOST_WAITING, most_of_tenant=MOST_WAITING_OF_TENANT)
 
     async def render(self, template: ChatTemplate, chat: Mapping[str, Any], tenant: str) -> str:
-        """`chat` has the arguments of ChatTemplate.render. Raises ChatTemplateError or ApiError."""
+        """Renders a chat; `chat` has the arguments of ChatTemplate.render.
+
+        Raises ChatTemplateError or ApiError.
+        """
         given = (template.source, tuple(template.special_tokens.items()), chat)
         try:
             async with self._slots.hold(tenant, MAX_WAIT_S):

@@ -36,7 +36,7 @@ from .operations import Call, Operation, measured_as
 class ResumableCall:
     """A request that is to outlive its connection, checked and with its prompts encoded.
 
-    `fingerprint` is that of its body, `kind` the kind of store item that it counts as.
+    `fingerprint` is that of its body; `kind` is the kind of store item that it counts as.
     """
 
     resume: ResumeOptions
@@ -56,7 +56,7 @@ Accept = Callable[[], Awaitable[Sequence[Accepted]]]
 class StoredCall:
     """A stored request and one of its clients. `headers` are those of the response.
 
-    `admits`: this client's request put it in the queue.
+    `admits` says whether this client's request was the one that queued it.
     """
 
     stored: StoredRequest
@@ -120,7 +120,7 @@ class ResumableRequests:
     async def answer(
         self, resumable_call: ResumableCall, observation: Observation, headers: Mapping[str, str]
     ) -> Response:
-        """Queues a new request, or joins one that was sent before. Raises what refuses it.
+        """Queues a new request, or joins one that was sent before. Raises the error of a refusal.
 
         `headers` are those of the response.
         """
@@ -168,8 +168,9 @@ class ResumableRequests:
     async def events(
         self, request_id: str, access: ReadAccess, had: Position, headers: Mapping[str, str]
     ) -> Response:
-        """Streams the request's events after those that the client has. `headers` are the
-        request's.
+        """Streams the request's events after those that the client has received.
+
+        `headers` are those of the HTTP request.
         """
         stored = await self.stored.find(request_id, access)
         if stored.operation == EMBEDDINGS:

@@ -34,7 +34,7 @@ from .embeddings import EmbeddingExchange, EmbeddingResponse
 from .pipeline import Pipeline
 
 OPERATION = "score"
-# Of one list, whatever the setting max_embedding_inputs permits.
+# The maximal length of a list, whatever the setting max_embedding_inputs permits.
 MAX_TEXTS = 65_536
 Pair = tuple[int, int]
 Answer = Callable[[Sequence[float], int], Mapping[str, Any]]
@@ -154,7 +154,7 @@ async def score(
     model: ServedModel,
     max_pairs: int,
 ) -> Response:
-    """Queues a request's first input and returns the response. Raises what refuses it."""
+    """Queues a request's first input and returns the response. Raises the error of a refusal."""
     if resume_options(request.headers, stream=False, background=False) is not None:
         raise invalid(
             f"{KEY_HEADER}: scores are not stored; send the request again without it.",
@@ -173,7 +173,8 @@ async def score(
             job = Job(
                 request_id=request_id,
                 model=model,
-                tenancy=tenancy_of(pipeline.caller, body),  # refused before the texts are read
+                # a refusal here comes before the texts are read
+                tenancy=tenancy_of(pipeline.caller, body),
                 prompts=await _encode(pipeline, model, comparison),
                 sampling=SAMPLING,
                 trace=observation.trace,

@@ -98,9 +98,10 @@ ROUTES = (
     tokens,
     health,
 )
-# The framework's: the gateway measures and traces requests itself, and no text of a request leaves.
+# The framework's telemetry is not used: the gateway measures and traces requests itself, without
+# any text of a request.
 UNUSED_TELEMETRY: TelemetryConfig = {"tracing": False, "metrics": False, "logs": False}
-# Bytes of an upload's form besides its file.
+# Bytes of an upload's form in addition to its file.
 FORM_BYTES = 16_384
 
 
@@ -205,7 +206,7 @@ def create_app(settings: GatewaySettings, deps: AppDependencies) -> FastAPI:
         routes=[route for module in modules for route in module.router.routes],
         telemetry=UNUSED_TELEMETRY,
         redirect_slashes=False,
-        docs_url=None,  # their pages load scripts from other sites
+        docs_url=None,  # these pages load scripts from other sites
         redoc_url=None,
     )
     document_bodies(
@@ -322,7 +323,7 @@ def _services(
 
 
 def _threads(settings: GatewaySettings) -> int:
-    return settings.tokenizer_threads + 1  # one tenant may keep all but one busy
+    return settings.tokenizer_threads + 1  # one tenant may keep all but one of them busy
 
 
 def _grammars(

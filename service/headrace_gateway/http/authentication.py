@@ -44,7 +44,7 @@ class Authentication:
         self._open_paths = open_paths
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        known = CALLER in scope.get("state", {})  # no client can set it
+        known = CALLER in scope.get("state", {})  # clients cannot set it
         if known or scope["type"] != "http" or scope["path"] in self._open_paths:
             await self._app(scope, receive, send)
             return

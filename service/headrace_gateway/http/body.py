@@ -17,8 +17,8 @@ from ..errors import ApiError, invalid
 from ..limits.bodies import BodyBuffers, BufferedBody
 from ..limits.tenants import caller_of
 
-# Bytes and seconds that are still read and dropped after a refusal, so that a client that is still
-# writing can read the answer instead of a reset connection.
+# After a refusal, this number of bytes is still read and dropped, for at most this number of
+# seconds. So a client that is still writing can read the answer instead of a reset connection.
 LINGER_BYTES = 64 * 2**20
 LINGER_SECONDS = 2.0
 JSON, FORM = "application/json", "multipart/form-data"

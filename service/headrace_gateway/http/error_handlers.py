@@ -90,7 +90,7 @@ def _hint(request: Request) -> str:
 
 
 def _allowed(request: Request) -> list[str]:
-    """Returns every method of a path; the framework lists those of one function only."""
+    """Returns every method of a path; the framework lists only those of one function."""
     return _methods(request, request.url.path)
 
 

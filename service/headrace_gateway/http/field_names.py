@@ -1,6 +1,6 @@
-"""The names that each API has for the fields that shared code complains about.
+"""The names that each API has for fields in the errors of shared code.
 
-Shared code speaks of a chat's fields. Here errors get the names that their client knows.
+Shared code names a chat's fields. Here errors get the names that their client knows.
 """
 
 import re

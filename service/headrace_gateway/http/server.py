@@ -28,7 +28,7 @@ from .body import refusal
 MAX_PIPELINED = 16
 MAX_PIPELINED_BYTES = 64 * 1024
 BACKLOG = 2048
-# Seconds in which answers that a drain cuts short can reach their clients.
+# Seconds for answers that a drain cuts short to reach their clients.
 FAREWELL_SECONDS = 2.0
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
@@ -43,7 +43,7 @@ _LATE = ApiError(408, "The request's headers did not arrive in time.", code="hea
 
 
 class _Refused(Exception):
-    """The connection is refused: no further input of it is read."""
+    """The connection is refused: no further input is read from it."""
 
 
 class BodyChannel:
@@ -87,7 +87,7 @@ class BodyChannel:
         try:
             return os.write(self._descriptor, piece)
         except OSError:
-            return 0  # full or broken: the transport handles both
+            return 0  # full or broken; the transport handles both cases
 
 
 def _descriptor(transport: asyncio.Transport) -> int | None:
@@ -101,8 +101,8 @@ def _descriptor(transport: asyncio.Transport) -> int | None:
 class GatewayProtocol(HttpToolsProtocol):
     """HTTP/1.1 with bounds on everything around a body. `header_timeout` in seconds.
 
-    Reads on while it answers, so that it sees its client leave; also after a pipelined request,
-    where uvicorn stops reading and would only notice the end of the last request.
+    It continues to read while it answers, so that it notices when its client leaves. It also does
+    so after a pipelined request, where uvicorn would stop reading.
     """
 
     header_timeout: float = 10.0
@@ -164,7 +164,7 @@ class GatewayProtocol(HttpToolsProtocol):
 
     def on_header(self, name: bytes, value: bytes) -> None:
         if not self._in_headers:
-            return  # a trailer, which is not read
+            return  # a trailer, which is ignored
         super().on_header(name, value)
         if len(self.headers) > self.budget.headers:
             self._refuse(self._too_large())
@@ -201,7 +201,8 @@ class GatewayProtocol(HttpToolsProtocol):
         super().on_response_complete()
 
     def _read_on(self) -> None:
-        """Reads on, up to a bound, while a pipelined request waits for the previous answer."""
+        """Continues to read, up to a bound, while a pipelined request waits for the previous
+        answer."""
         held = self._overhead + sum(len(cycle.body) for cycle, _ in self.pipeline)
         if len(self.pipeline) > MAX_PIPELINED or held > MAX_PIPELINED_BYTES:
             self.transport.abort()

@@ -29,7 +29,8 @@ from .body import BUFFERED_BODY
 class Services:
     """The collaborators of routes. `models` and `pipeline` are the caller's.
 
-    `notice` returns what an operator should know though all is well, or None.
+    `notice` returns a problem that does not affect readiness but that an operator should know, or
+    None.
     """
 
     settings: GatewaySettings
@@ -88,7 +89,8 @@ class Services:
         self, request: Request, kind: type[BodyType], refused: Refused = UNSUPPORTED
     ) -> BodyType:
         """Reads and checks the request's body. Raises ApiError."""
-        raw = b"".join([chunk async for chunk in request.stream()])  # the stream keeps no copy
+        # joined in one expression, so that the stream keeps no copy
+        raw = b"".join([chunk async for chunk in request.stream()])
         request.scope["state"][BODY_SIZE] = len(raw)
         read = partial(parse, kind, raw, refused, lenient=self.lenient)
         body = await self.pipeline.work.run(len(raw), read)
@@ -98,7 +100,8 @@ class Services:
 
 def services_of(request: Request) -> Services:
     """Returns the services as the caller of this request may use them."""
-    # Not a dependency of the framework's, which would cost each request several times as much.
+    # This is not a dependency of the framework, because that would cost each request several times
+    # as much.
     services = request.app.state.services
     assert isinstance(services, Services)
     state = request.scope["state"]

@@ -1,4 +1,4 @@
-"""Ends the requests of responses that an endpoint has returned and the framework has not sent."""
+"""Ends the requests of responses that an endpoint returned but the framework did not send."""
 
 from starlette.types import ASGIApp, Receive, Scope, Send
 

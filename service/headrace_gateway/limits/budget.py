@@ -30,7 +30,7 @@ class Budget:
     containers: int = 2**16
     members: int = 2**16
     # The most members of one object. A wrong object makes a fault for each.
-    members_of_one: int = 2048
+    members_per_object: int = 2048
 
     @property
     def shortest_json_over_budget(self) -> int:

@@ -10,9 +10,9 @@ from typing import Protocol
 
 logger = logging.getLogger(__name__)
 
-# Descriptors that clients cannot use.
+# Descriptors that are reserved for the process.
 RESERVED = 64
-# Further connections, open only until they have read that the server is full.
+# The number of further connections, which stay open until they have read that the server is full.
 SURPLUS = 16
 
 
@@ -35,7 +35,7 @@ class ConnectionLimit:
 
     @property
     def crowded(self) -> bool:
-        """Whether too many connections are open, and all of them wait for answers."""
+        """Whether too many connections are open, none of which is idle."""
         return len(self._open) > self._most
 
     def take(self, connection: Connection) -> bool:

@@ -32,4 +32,4 @@ Text = Annotated[StrictStr, BoundedBy("the body")]
 # Names, ids and similar texts.
 Name = Annotated[str, StringConstraints(strict=True, max_length=NAME_CHARS)]
 # An object whose members are not known here, such as a JSON schema.
-FreeObject = Annotated[dict[str, Any], Field(max_length=Budget.members_of_one)]
+FreeObject = Annotated[dict[str, Any], Field(max_length=Budget.members_per_object)]

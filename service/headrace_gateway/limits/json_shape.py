@@ -32,12 +32,12 @@ def check_members(content: Mapping[str, object], raw: bytes, budget: Budget) -> 
 
     `raw` is the text that `content` was parsed from.
     """
-    if raw.count(b":") <= budget.members_of_one:
+    if raw.count(b":") <= budget.members_per_object:
         return
-    if len(content) > budget.members_of_one:
+    if len(content) > budget.members_per_object:
         raise _too_many_members(budget, None)
     for name, value in content.items():
-        if _most_members(value) > budget.members_of_one:
+        if _most_members(value) > budget.members_per_object:
             raise _too_many_members(budget, name)
 
 
@@ -64,7 +64,7 @@ def _most_members(value: object) -> int:
 def _too_many_members(budget: Budget, name: str | None) -> ApiError:
     where = "The body" if name is None else name
     return invalid(
-        f"{where}: an object has more than {budget.members_of_one} members.",
+        f"{where}: an object has more than {budget.members_per_object} members.",
         param=name,
         code=TOO_COMPLEX,
     )

@@ -1,7 +1,7 @@
-"""Enforces each API key's limits: refuses what exceeds them, charges what was really used.
+"""Enforces each API key's limits: refuses what exceeds them, and charges the actual usage.
 
-All gateways share the counts. One round trip reserves a request before it is queued; its real use
-is written after the answer, without delaying it.
+All gateways share the counts. One round trip reserves a request before it is queued; its actual
+usage is written after the answer, without delaying it.
 """
 
 import asyncio
@@ -33,7 +33,7 @@ logger = logging.getLogger(__name__)
 
 # Output tokens that are reserved for a choice whose length the request does not bound.
 ASSUMED_OUTPUT = 256
-# Longer than the tokenisation of any text takes.
+# Longer than the tokenisation of any text.
 TOKENIZING_S = 600.0
 RENEW_S = LEASE_MS / 3000
 CLOSE_S = 2.0
@@ -54,8 +54,8 @@ class Grant:
     """The reservation of one HTTP request, until all its requests in the queue have ended.
 
     `deadline` and `started` are in seconds of the clock. `waiting` are its requests that are not in
-    the queue yet, `running` those that may still use tokens. `refused`: the queue refused one of
-    them, which cancels the others, and has accepted none since.
+    the queue yet, `running` those that may still use tokens. `refused` says that
+    the queue refused one of them, which cancels the others, and has accepted none since.
     """
 
     key_id: str
@@ -103,7 +103,7 @@ class RateLimits:
     ) -> Grant | None:
         """Reserves a request; returns None for a key without limits. `sampling` is the client's.
 
-        Raises RateLimited, and BackendUnavailable if Redis is away.
+        Raises RateLimited, and BackendUnavailable if Redis is unreachable.
         """
         limits = caller.key.limits
         if limits.unlimited:
@@ -123,7 +123,7 @@ class RateLimits:
         """Reserves a request that only tokenises text; returns None for a key without limits.
 
         Its tokens are charged at its end, when they are known: the bucket may then be overdrawn,
-        and the next request waits. Raises as `reserve`.
+        and the next request waits. Raises the errors of `reserve`.
         """
         if caller.key.limits.unlimited:
             return None
@@ -168,7 +168,7 @@ class RateLimits:
             self._settle(grant, counted=success or grant.submitted)
 
     async def close(self) -> None:
-        """Writes what is not yet written, as far as Redis allows."""
+        """Writes usage that is not yet written, for at most CLOSE_S."""
         if self._renewer is not None:
             self._renewer.cancel()
             await asyncio.gather(self._renewer, return_exceptions=True)
@@ -181,7 +181,7 @@ class RateLimits:
             logger.warning("usage of API keys not written in time")
 
     async def flush(self) -> None:
-        """Waits until the use of all ended requests is written, or has failed to be written."""
+        """Waits until the usage of all ended requests is written, or failed to be written."""
         await asyncio.gather(*self._background)
 
     # Leases

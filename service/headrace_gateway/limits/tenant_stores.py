@@ -24,7 +24,7 @@ from headrace_common.protocol.store import StoredRequest, encode_stored
 
 from ..errors import INVALID_REQUEST, NO_RETRY, ApiError, unavailable
 
-# Bytes that a record takes in Redis besides its content, measured on Valkey 9: the request's
+# Bytes that a record takes in Redis in addition to its content, measured on Valkey 9: the request's
 # record, the allocator's rounding, and its place in indexes.
 RECORD_BYTES = 1536
 TOKEN_BYTES = 4
@@ -111,7 +111,7 @@ class MemoryHeadroom:
 class TenantStores:
     """Counts what tenants store. `memory` reads Redis' memory; `clock` gives Unix seconds of Redis.
 
-    Raises ApiError, and BackendUnavailable if Redis is away.
+    Raises ApiError, and BackendUnavailable if Redis is unreachable.
     """
 
     def __init__(
@@ -160,7 +160,7 @@ class TenantStores:
         try:
             await self._accounts.resize(_account(stored.requests[0].tenant), item)
         except BackendUnavailable:
-            return  # it counts for too much until it lapses
+            return  # it counts with its maximal size until it expires
 
     def _refusal(self, item: Item, refused: QuotaExceeded, param: str | None) -> ApiError:
         if item.kind is ItemKind.LINE and refused.used[ItemKind.LINE]:
@@ -248,7 +248,7 @@ def _store_full() -> ApiError:
 def request_item(stored: StoredRequest, kind: ItemKind) -> Item:
     """Returns the item of a stored request, with the most bytes that it can take."""
     content = len(encode_stored(stored))
-    waiting = content  # the engines' copy of it exists until its end
+    waiting = content  # the engines' copy exists until the request's end
     size = _record_bytes(stored) + content + waiting + most_output(stored)
     return Item(kind, stored.request_id, size, stored.expires_ms)
 

@@ -1,4 +1,4 @@
-"""The caller of a request, and what it separates: models, priorities, prefix caches, metrics.
+"""The caller of a request, by whom models, priorities, prefix caches and metrics are separated.
 
 A caller is known only if API keys are on; otherwise there are no tenants.
 """
@@ -13,9 +13,9 @@ from headrace_common.observability.metric_names import OTHER_TENANTS
 
 from ..errors import ApiError
 
-# Where in a request's state the authentication puts its Caller.
+# The key of a request's state for its Caller, which the authentication sets.
 CALLER = "headrace.caller"
-# Where a batch that sends requests to this process puts its id.
+# The key of a request's state for the id of the batch that sent it within this process.
 BATCH = "headrace.batch"
 MAX_LABELS = 1000
 
@@ -58,7 +58,10 @@ class Caller:
         return asked
 
     def tenancy(self, priority: int | None, cache_salt: str | None) -> Tenancy:
-        """Returns what a request gets that asked for these, or did not (None). Raises ApiError."""
+        """Returns the attributes for a request that asked for these values (None: did not ask).
+
+        Raises ApiError.
+        """
         return Tenancy(
             priority=self.priority(priority),
             cache_salt=tenant_salt(self.tenant, cache_salt),

@@ -1,7 +1,7 @@
 """Threads for work that grows with a request; no tenant can use all of them.
 
-A thread does not free the event loop during one long call into C that keeps the interpreter's lock:
-the budget bounds those calls. Between them the event loop runs.
+A long call into C that holds the GIL blocks the event loop even from a thread, so the budget bounds
+such calls. The event loop runs between them.
 """
 
 import asyncio
@@ -14,7 +14,7 @@ from headrace_common.pools.fair_slots import FairSlots
 
 Result = TypeVar("Result")
 
-# Work on this many characters or bytes takes about a millisecond: no more than a thread costs.
+# Work on this many characters or bytes takes about a millisecond, no more than using a thread.
 INLINE_SIZE = 4096
 
 

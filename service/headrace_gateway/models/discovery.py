@@ -1,7 +1,7 @@
 """Follows the registry of models: loads what engines register, drops what is removed.
 
-Loaded models stay served while Redis is away. A model that cannot be loaded is logged and tried
-again later; it does not delay the others.
+Loaded models stay served while Redis is unreachable. A model that cannot be loaded is logged and
+tried again later; it does not delay the others.
 """
 
 import asyncio
@@ -71,7 +71,8 @@ class Discovery:
         self._registered: Collection[str] = ()
         self._store = ""
         self._after_refresh = after_refresh
-        self._holding: set[str] = set()  # removed, but their waiting requests stay in the queue
+        # models that were removed while their waiting requests stay in the queue
+        self._holding: set[str] = set()
         self.removed: set[str] = set()
         self._lost_until = -math.inf
         self._trouble: HeadraceError | None = None
@@ -133,7 +134,7 @@ class Discovery:
         """
         asked_at = self._clock()
         async with self._read_lock:
-            if self._read_at < asked_at:  # an earlier reading may be older than the model
+            if self._read_at < asked_at:  # a reading that began earlier may be older than the model
                 if (early := self._read_at + LOOKUP_S - asked_at) > 0:
                     await self._sleep(early)
                 await self._read()

@@ -1,6 +1,7 @@
 """Sets registered models aside if their files have ended several gateways.
 
-A gateway notes what it begins to load: a note that stays belongs to one that died.
+A gateway records in Redis what it begins to load; a record that stays belongs to a gateway that
+died.
 """
 
 import asyncio

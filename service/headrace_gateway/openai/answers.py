@@ -45,7 +45,7 @@ class AnswerOptions:
 
 
 class Answer(Protocol):
-    """One answer while it is made: read in chunks, or added up and read once at the end.
+    """One answer while it is made. It is read in chunks, or collected and read once at the end.
 
     `named`: its stream's events have names. `numbered`: all its events are numbered in one
     sequence. `done` ends the stream.

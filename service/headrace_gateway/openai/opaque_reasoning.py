@@ -1,8 +1,8 @@
 """Reasoning as one opaque text (`encrypted_content`), for clients that store conversations.
 
 Such clients (for example Codex) send reasoning back only in this form. It hides nothing: the answer
-has the same reasoning in clear, and a client could send any other reasoning in clear. So it is
-packed and checked for damage, and needs no key that all gateways would share.
+has the same reasoning in clear, and a client may send any reasoning in clear. So it is packed with
+a checksum, and gateways need no common key.
 """
 
 import base64

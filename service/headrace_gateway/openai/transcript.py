@@ -1,4 +1,7 @@
-"""A conversation made from items; what an assistant does without interruption is one message."""
+"""A conversation that is built from items.
+
+All items of an assistant between two other messages become one message.
+"""
 
 from collections.abc import Mapping
 from typing import Any, Literal

@@ -39,7 +39,7 @@ _NO_ARGUMENTS: Mapping[str, Any] = {"type": "object", "properties": {}}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tooling:
-    """The tools of one request. `parallel` False: one call at most."""
+    """The tools of one request. `parallel` False allows at most one call."""
 
     tools: Sequence[Tool] = ()
     choice: Mode | NamedTool = "auto"
@@ -116,7 +116,7 @@ class ChatOutput:
         """Returns how the output is read, and the sampling that this needs. Raises ApiError."""
         template = model.chat_template
         if template is None:
-            return OutputForm(), sampling  # the prompt encoder refuses it
+            return OutputForm(), sampling  # the prompt encoder refuses such a model
         form = OutputForm(reasoning=self._reasoning(template))
         if form.reasoning is None and sampling.thinking_token_budget is not None:
             raise _no_reasoning(model)

@@ -1,4 +1,4 @@
-"""Splits one choice's text into parts: reasoning, text and calls, in the form asked for."""
+"""Splits one choice's text into parts: reasoning, text and tool calls."""
 
 import hashlib
 import json
@@ -27,11 +27,12 @@ _NOTHING: Mapping[str, Any] = MappingProxyType({})
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OutputForm:
-    """How texts are read, and what of the request its answer repeats. It is stored with requests.
+    """How the model's text is parsed, and which fields of the request its answer repeats.
 
-    `calls` is a parser's name, NAMED or REQUIRED; None if texts are never calls. `kinds`: how
-    arguments of tools are written, for parsers that need it. `short_ids`: ids of calls have the
-    form that Mistral's templates want. `echo` is JSON of the API in question.
+    It is stored with requests. `calls` is a parser's name, NAMED or REQUIRED; None if texts are
+    never calls. `kinds` has the JSON type of each tool's parameters, for parsers that need it. With
+    `short_ids`, ids of calls are as short as Mistral's templates want them. `echo` is JSON in the
+    form of the request's API.
     """
 
     calls: str | None = None
@@ -75,17 +76,17 @@ class OutputParser:
     def __init__(self, form: OutputForm, tokenizer: Tokenizer, prompt: Sequence[int]) -> None:
         self._calls = PartList(1 if form.single_call else None)
         self._tools: ToolParser | None = None
-        self._first: ThinkParser | HarmonyParser | None = None
-        self._thought: ThinkTokens | HarmonyTokens | None = None
+        self._reasoning: ThinkParser | HarmonyParser | None = None
+        self._reasoning_counter: ThinkTokens | HarmonyTokens | None = None
         if form.reasoning == OPENAI_GPTOSS:
             begin = begin_of(tokenizer, prompt)
             known = form.tools if form.calls == OPENAI else None
-            self._first = HarmonyParser(self._calls, known, begin)
-            self._thought = HarmonyTokens(tokenizer, known, begin)
+            self._reasoning = HarmonyParser(self._calls, known, begin)
+            self._reasoning_counter = HarmonyTokens(tokenizer, known, begin)
         elif form.reasoning is not None:
             closing = tokenizer.token_to_id(FAMILIES[form.reasoning].closing)
-            self._first = think = think_parser(form.reasoning, tokenizer, prompt)
-            self._thought = ThinkTokens(think, closing)
+            self._reasoning = think = think_parser(form.reasoning, tokenizer, prompt)
+            self._reasoning_counter = ThinkTokens(think, closing)
         if form.reasoning != OPENAI_GPTOSS or form.calls != OPENAI:
             self._tools = _tool_parser(form, self._calls)
 
@@ -97,19 +98,19 @@ class OutputParser:
     @property
     def reasoning_tokens(self) -> int:
         """The number of reasoning tokens, with the markers around them."""
-        return 0 if self._thought is None else self._thought.total
+        return 0 if self._reasoning_counter is None else self._reasoning_counter.total
 
     def push(self, text: str, token_ids: Sequence[int]) -> list[Part]:
-        """Returns the parts of more text, which has these tokens."""
-        if self._first is None:
+        """Reads the next text, which consists of these tokens; returns the parts that it ends."""
+        if self._reasoning is None:
             return self._read(text)
-        if self._thought is not None:
-            self._thought.push(token_ids)
-        return self._read_all(self._first.push(text))
+        if self._reasoning_counter is not None:
+            self._reasoning_counter.push(token_ids)
+        return self._read_all(self._reasoning.push(text))
 
     def finish(self) -> list[Part]:
         """Returns the parts that were held back. Call it once, at the end."""
-        parts = [] if self._first is None else self._read_all(self._first.finish())
+        parts = [] if self._reasoning is None else self._read_all(self._reasoning.finish())
         return parts if self._tools is None else parts + self._tools.finish()
 
     def _read_all(self, parts: list[Part]) -> list[Part]:
@@ -125,7 +126,7 @@ class OutputParser:
 
 
 def call_id(form: OutputForm, answer_id: str, choice: int, index: int, prefix: str) -> str:
-    """Returns a call's id. It is the same at every gateway that makes the answer again."""
+    """Returns a call's id. Every gateway that builds this answer again gives the same id."""
     digest = hashlib.sha256(f"{answer_id}:{choice}:{index}".encode()).hexdigest()
     return digest[:9] if form.short_ids else f"{prefix}{digest[:24]}"
 

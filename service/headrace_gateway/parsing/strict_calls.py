@@ -1,4 +1,4 @@
-"""Constrains calls to their tools' schemas, in every form of calls that is read.
+"""Constrains calls to their tools' schemas, in every tool-call format.
 
 There are three cases: optional calls of tools with `strict`; forced calls; and either calls or an
 answer in a given format. Reasoning is never constrained.
@@ -39,9 +39,9 @@ def strict_calls(
     template: str,
     answer: Format | None = None,
 ) -> StructuredOutputsParams | None:
-    """Returns what text with calls of these tools must match; None if nothing is constrained.
+    """Returns the constraint on text with calls of these tools; None if nothing is constrained.
 
-    With `answer` a text is either only calls or an answer in this format. Raises
+    With `answer`, a text has either only calls or an answer in this format. Raises
     StructuredOutputError.
     """
     strict = any(tool.function.strict for tool in tools)
@@ -76,10 +76,8 @@ def _either(constraint: CallConstraint, answer: Format, calls: str) -> Format:
 def forced_calls(
     tools: Sequence[Tool], form: OutputForm, template: str
 ) -> StructuredOutputsParams | None:
-    """Returns the constraint that allows only calls of these tools; None if the form has no calls.
-
-    Raises StructuredOutputError for a tool that cannot be constrained.
-    """
+    """Returns the constraint that allows only calls of these tools; None if the format has no
+    calls. Raises StructuredOutputError for a tool that cannot be constrained."""
     if form.calls is None:
         return None
     functions = tuple(_strict_function(each.function) for each in tools)
@@ -91,7 +89,7 @@ def forced_calls(
 def constrained_answer(
     constraint: StructuredOutputsParams, form: OutputForm
 ) -> StructuredOutputsParams:
-    """Returns what a text must match if only what follows its reasoning is constrained.
+    """Returns the constraint on a text if only the part after its reasoning is constrained.
 
     Raises StructuredOutputError.
     """

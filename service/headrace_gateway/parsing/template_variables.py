@@ -1,4 +1,4 @@
-"""The variables that tell a chat template how much to reason and to say."""
+"""The variables that tell a chat template how much to reason, and how verbose to be."""
 
 from collections.abc import Mapping, Set
 from typing import Any
@@ -29,8 +29,8 @@ def with_effort(
     """Returns the template's variables with OpenAI's effort. Raises ApiError if it has no such
     setting.
 
-    `none` switches a template with only a switch off, all else switches it on; a template without
-    reasoning accepts `none`.
+    If a template only has a switch, `none` turns it off and any other effort turns it on. A
+    template without reasoning accepts `none`.
     """
     if effort is None:
         return variables
@@ -70,7 +70,7 @@ def without_thinking(
 ) -> Mapping[str, Any] | None:
     """Returns the variables for this sampling: a constrained output has no room to reason.
 
-    What the request says itself stays.
+    Variables that the request sets are kept.
     """
     constraint = sampling.structured_outputs
     if constraint is None or may_reason(constraint):

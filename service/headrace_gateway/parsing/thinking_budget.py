@@ -1,4 +1,4 @@
-"""Where an answer's reasoning stands when its tokens are limited."""
+"""Determines whether an answer begins within reasoning whose tokens are limited."""
 
 from collections.abc import Sequence
 from dataclasses import replace

@@ -1,8 +1,8 @@
 """The gateway's way to the engines: requests go into the queue, generations come out.
 
-One task reads this gateway's frames and hands each reply to its generation. A request of which
-nothing is heard is admitted again (which changes nothing if all is well) and taken from an engine
-that is silent. Knows nothing of HTTP or text.
+One task reads this gateway's frames and hands each reply to its generation. A request without news
+is admitted again (which changes nothing if all is well), and taken from its engine if that is
+silent. Knows nothing of HTTP or text.
 """
 
 import asyncio
@@ -35,7 +35,7 @@ __all__ = ["ClientConfig", "Delta", "Generation", "GenerationClient"]
 
 logger = logging.getLogger(__name__)
 
-CALM = 0.002  # seconds between frames beyond which they need not be handled together
+CALM = 0.002  # Seconds. If frames are further apart, they need not be handled together.
 
 Place = Callable[[GenerateRequest], Awaitable[Placement | None]]
 CountShards = Callable[[str], Awaitable[int]]
@@ -79,8 +79,8 @@ class GenerationClient:
         self._peer_streams = PeerStreams(queue, self._dispatch, self._on_task_done)
         self._outgoing: asyncio.Queue[tuple[str, str, Control]] = asyncio.Queue()
         self._unnotified: list[Generation] = []
-        self._dispatched = -math.inf  # when the last frame had been handled
-        self._calm = False  # whether no frame came shortly before the current one
+        self._dispatched = -math.inf  # the time when the last frame had been handled
+        self._calm = False  # whether a frame came shortly before the current one
         self._callbacks = GenerationCallbacks(
             self._send,
             self._announce,
@@ -150,7 +150,7 @@ class GenerationClient:
             generation.timeline = self._history.begin(request, generation.arbiter)
         self._late.begun(request.request_id)
         self._active[request.request_id] = (
-            generation  # before the call: frames may come before its reply
+            generation  # before the call, since frames may arrive before its reply
         )
         try:
             admission = await self.queue.admit(
@@ -220,8 +220,8 @@ class GenerationClient:
     async def _abandon(self, generation: Generation) -> None:
         """Takes a request out of the queue.
 
-        If Redis is away its engine learns it later: every frame of an unknown request is answered
-        with Disown.
+        If Redis is unreachable its engine learns it later: every frame of an unknown request is
+        answered with Disown.
         """
         try:
             await self.queue.cancel(generation.request_id, generation.request.model)
@@ -244,7 +244,8 @@ class GenerationClient:
             await self._dispute(generation, admission.attempt)
 
     async def _dispute(self, generation: Generation, attempt: int) -> None:
-        """Has a request continue after what its client has, if the outcome is of another history.
+        """Makes a request continue after the tokens that its client has, if the outcome has other
+        tokens.
 
         Fails the request if other clients were given that outcome.
         """
@@ -285,10 +286,8 @@ class GenerationClient:
             await self._admitted(generation, admission)
 
     async def _catch_up(self, generation: Generation) -> None:
-        """Reads from the journal what the client has, for the next engine that asks here.
-
-        Not needed while the request's engine lives: that engine says it itself.
-        """
+        """Reads from the journal which tokens the client has, for the next engine that asks this
+        gateway. Not needed while the request's engine lives, which reports them itself."""
         owner = generation.arbiter.owner
         if owner is not None and self._watchdog.hears(owner[0], generation.request.model):
             return
@@ -341,7 +340,7 @@ class GenerationClient:
         self._calm, self._dispatched = False, self._now()
 
     def _announce(self, generation: Generation) -> None:
-        """Has its listener called when all frames that have come are read.
+        """Schedules the call of the generation's listener for when all arrived frames are read.
 
         If few frames come it is called at once, so that the first of many streams does not wait for
         the last.
@@ -374,7 +373,8 @@ class GenerationClient:
             try:
                 await self.queue.send(engine_id, model, control)
             except BackendUnavailable as error:
-                # Nothing is lost: the engine asks again, a gap is seen again, BEAT tells.
+                # Nothing is lost: the engine asks again, a gap is detected again, and BEAT reports
+                # the same.
                 logger.warning("control message not written", extra={"error": str(error)})
 
     async def _beat(self) -> None:
@@ -388,7 +388,7 @@ class GenerationClient:
                 logger.warning("redis unavailable, heartbeat missed", extra={"error": str(error)})
 
     async def _listen(self) -> None:
-        """Updates the clock that stops while the event loop does not run."""
+        """Advances the clock that stops while the event loop does not run."""
         while True:
             await asyncio.sleep(self._now.interval)
             late = self._now.tick()

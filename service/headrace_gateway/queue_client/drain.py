@@ -1,4 +1,4 @@
-"""The end of a gateway's life: after SIGTERM it takes nothing new, and running answers get time to
+"""The drain of a gateway after SIGTERM: it accepts no new requests, and running answers get time to
 end."""
 
 import asyncio

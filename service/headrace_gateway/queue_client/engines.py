@@ -45,8 +45,8 @@ class EngineDirectory:
         return min((e.max_model_len for e in await self.engines(model)), default=None)
 
     async def able(self, model: str, max_step_age: float) -> str | None:
-        """Returns why no engine can serve the model; None if one has made a step lately, or
-        could."""
+        """Returns the reason why no engine can serve the model; None if an engine works or is
+        idle."""
         engines = await self.engines(model)
         if not engines:
             return f"no engine serves {model}"

@@ -27,7 +27,7 @@ from headrace_common.wire.messages import (
 
 from .request_history import Timeline
 
-MOST_MERGED = 64  # tokens, so that one stream does not delay the others
+MOST_MERGED = 64  # tokens per turn, so that one stream does not delay the others
 Delta = Deliver  # the client gets the tokens that the arbiter accepts
 
 
@@ -35,8 +35,8 @@ Delta = Deliver  # the client gets the tokens that the arbiter accepts
 class GenerationCallbacks:
     """The methods of the client that a generation calls."""
 
-    send: Callable[[str, str, Control], None]  # to an engine of a model
-    new_deltas: Callable[["Generation"], None]  # calls `notify` soon
+    send: Callable[[str, str, Control], None]  # sends a message to an engine of a model
+    new_deltas: Callable[["Generation"], None]  # has `notify` called soon
     ended: Callable[["Generation"], None]
     abandon: Callable[["Generation"], Awaitable[None]]
     lost: Callable[["Generation"], None]
@@ -71,7 +71,7 @@ class Generation:
         self._listener: Callable[[], None] | None = None
         self._announced = False
         self._failure: Failed | None = None
-        self.ended = False  # whether nothing comes after what can be taken now
+        self.ended = False  # whether no more deltas come after those that can be taken now
 
     @property
     def request_id(self) -> str:
@@ -162,7 +162,7 @@ class Generation:
             await self._callbacks.abandon(self)
 
     def leave(self) -> None:
-        """Ends it here without ending the request; the iterator raises."""
+        """Stops following it here without ending the request; the iterator raises."""
         if self.ended:
             return
         self._callbacks.left(self.request_id)
@@ -198,7 +198,7 @@ class Generation:
     def handle(self, engine_id: str, reply: Reply, now: float) -> None:
         """Takes one reply of an engine."""
         delta = self.arbiter.follow(engine_id, reply) if type(reply) is Tokens else None
-        if delta is not None:  # nearly always
+        if delta is not None:  # the usual case
             self.heard_at = now
             self._deliver(delta)
             return

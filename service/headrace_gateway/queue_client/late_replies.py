@@ -1,7 +1,8 @@
-"""Replies to requests that are not in flight at this gateway: which of them a Disown answers.
+"""Decides which replies to requests that are not in flight here are answered with a Disown.
 
-An engine that runs a request without a client here gets a Disown, but not for every frame that was
-on its way when the request ended. The memory of this is bounded; forgetting costs one message.
+An engine that runs a request without a client here gets a Disown, but not for each frame that was
+on its way when the request ended. It remembers a bounded number of requests; forgetting one costs a
+message.
 """
 
 from collections import OrderedDict
@@ -39,7 +40,8 @@ class _Times(Generic[K]):
 
 
 class LateReplies:
-    """`silence`: seconds in which frames may still come, and in which an engine gets one Disown."""
+    """Times are in seconds: for `silence` seconds frames may still come, and an engine gets one
+    Disown."""
 
     def __init__(self, silence: float) -> None:
         self._silence = silence

@@ -1,7 +1,7 @@
 """A monotonic clock that stops while this process does not run.
 
 While the gateway is stopped, or busy for seconds, it hears no engine. This time must not count as
-an engine's silence. Not a clock for deadlines.
+an engine's silence. It is not meant for deadlines.
 """
 
 import time

@@ -23,8 +23,8 @@ logger = logging.getLogger(__name__)
 class ClientConfig:
     """Times in seconds.
 
-    `silence`: an engine that sends nothing for this long is given up. `recheck`: the queue is asked
-    about a request without news after this long, then after intervals that double up to
+    An engine that sends nothing for `silence` seconds is given up. The queue is asked about a
+    request without news after `recheck` seconds, then at intervals that double up to
     `longest_recheck`.
     """
 
@@ -38,9 +38,10 @@ class ClientConfig:
 class _Watch:
     """When the queue is next asked about a generation, and which engine has it, as far as is known.
 
-    `silent_owner`: the engine and attempt that the queue named, if nothing was heard of it since
-    `silent_since`. `released`: the engine and attempt that the request was taken from, until
-    another has it. `lost`: an engine ended it unnecessarily; the queue is asked at once.
+    `silent_owner` is the engine and attempt that the queue named, if nothing was heard of it since
+    `silent_since`. `released` is the engine and attempt from which the request was taken, until
+    another engine has it. `lost` says that an engine ended it unnecessarily; the queue is then
+    asked immediately.
     """
 
     due: float
@@ -163,7 +164,7 @@ class Watchdog:
             await self._recheck(generation, watch, now)
 
     def _is_silent(self, engine_id: str, generation: Generation, watch: _Watch) -> bool:
-        """Whether an engine could have sent something and did not."""
+        """Whether an engine that could have sent something did not."""
         heard = self._heard_at(engine_id, generation.request.model)
         since = max(heard, generation.heard_at, watch.silent_since, self.unavailable_at)
         return self._now() - since > self._config.silence
@@ -197,7 +198,7 @@ class Watchdog:
     async def _release_if_silent(
         self, generation: Generation, watch: _Watch, owner: tuple[str, int], now: float
     ) -> None:
-        """Notes an owner of which nothing was heard; releases the request if it stays silent."""
+        """Records an owner that is silent; releases the request if it stays silent."""
         if owner not in (watch.silent_owner, generation.arbiter.owner):
             # A new owner gets the usual time.
             watch.silent_owner, watch.silent_since = owner, now

@@ -1,5 +1,4 @@
-"""Ends requests that wait for models that are no longer registered: no engine would ever take
-them."""
+"""Ends requests that wait for models that are no longer registered, which no engine would take."""
 
 import logging
 from collections.abc import Awaitable, Callable, Sequence
@@ -25,7 +24,7 @@ async def withdraw_removed(
     engines: Callable[[str], Awaitable[Sequence[EngineStatus]]],
     removed: Callable[[str], bool],
 ) -> None:
-    """Ends the requests of removed models; if Redis is away, the next call does.
+    """Ends the requests of removed models; if Redis is unreachable, the next call does.
 
     `engines` lists the engines that a model still has: they drain, and end what they have begun.
     """

@@ -53,7 +53,10 @@ class EmbeddingSession:
         self._work.add_done_callback(self._end)
 
     async def begun(self) -> None:
-        """Returns once an input is queued or known. Raises what ended the request before that."""
+        """Returns once an input is queued or known.
+
+        Raises the error that ended the request before that.
+        """
         if self._batch.begun:
             return
         queued = asyncio.create_task(self._first.wait())
@@ -65,7 +68,7 @@ class EmbeddingSession:
             await self.result()
 
     async def result(self) -> Sequence[bytes]:
-        """Returns the vectors in order. Raises what ended the request without them."""
+        """Returns the vectors in order. Raises the error if the request ended without them."""
         return await asyncio.shield(self._work)
 
     async def cancel(self) -> None:
@@ -84,7 +87,7 @@ class EmbeddingSession:
         try:
             return await self._batch.all()
         except asyncio.CancelledError:
-            if self._cancelling:  # before any of it was in the queue
+            if self._cancelling:  # before any input was in the queue
                 raise RequestFailed(FailureCode.CANCELLED, "the request was cancelled") from None
             raise
         except HeadraceError as error:
@@ -93,7 +96,7 @@ class EmbeddingSession:
             elif _decides(error):
                 await self._batch.cancel()
             else:
-                self._batch.leave()  # vectors that are done are not computed again
+                self._batch.leave()  # vectors that exist are not computed again
             raise
 
     async def _submit(self, request: GenerateRequest) -> Generation:
@@ -122,5 +125,5 @@ class EmbeddingSession:
 
 
 def _decides(error: HeadraceError) -> bool:
-    """Whether the same request would end in the same way again."""
+    """Whether a repeated request would end in the same way."""
     return isinstance(error, RequestFailed) and error.failure not in NO_OUTCOME

@@ -1,4 +1,5 @@
-"""Ids of a resumable stream's events, and which events its client does not have yet.
+"""Ids of a resumable stream's events, by which a stream continues after the last event that its
+client has.
 
 An id is `<request id>:<events of choice 0>.<of choice 1>...-<checksum>`. The events of a choice
 follow from its tokens alone, so any gateway makes the same events again and leaves out those that

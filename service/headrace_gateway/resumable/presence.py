@@ -1,5 +1,7 @@
-"""Watches whether a stored request has a client at any gateway; a request without a client for the
-length of its window is ended."""
+"""Tracks whether a stored request has a client at any gateway.
+
+A request without a client for the length of its window is ended.
+"""
 
 import asyncio
 import logging
@@ -13,7 +15,7 @@ logger = logging.getLogger(__name__)
 
 # Failures after which a request with the same key starts again.
 NO_OUTCOME = CALLED_OFF | {FailureCode.LOST, FailureCode.INTERNAL, FailureCode.REMOVED}
-# Seconds until Redis is asked again, if it was away.
+# Seconds until Redis is asked again if it was unreachable.
 RETRY_S = 1.0
 
 
@@ -72,15 +74,17 @@ class ClientPresence:
             return
 
     async def _wait_for_change(self) -> None:
-        """Waits for the next change. The event is shared by all waiters: it is replaced, not
-        cleared."""
+        """Waits for the next change.
+
+        All waiters share the event, so it is replaced instead of cleared.
+        """
         changed = self._changed
         if changed.is_set():
             changed = self._changed = asyncio.Event()
         await changed.wait()
 
     async def _unless_redis_is_away(self, work: Awaitable[float | None]) -> float | None:
-        """Awaits `work`; returns None if Redis is away."""
+        """Awaits `work`; returns None if Redis is unreachable."""
         try:
             return await work
         except BackendUnavailable as error:

@@ -61,7 +61,10 @@ class DeltaLog:
         changed.set()
 
     async def read(self) -> AsyncIterator[Delta]:
-        """Yields all deltas until the end. Raises what ended the request without an answer."""
+        """Yields all deltas until the end.
+
+        Raises the error of a request that ended without an answer.
+        """
         position = 0
         while True:
             changed = self._changed
@@ -94,7 +97,7 @@ def single_tokens(delta: AnyDelta) -> Iterator[Delta]:
 
 
 class _Stops:
-    """Finds the stop strings of a request, even if it has no reader."""
+    """Finds the stop strings of a request even if it has no reader."""
 
     def __init__(self, request: GenerateRequest, sampling: SamplingParams, tok: Tokenizer) -> None:
         prompt = request.prompt_token_ids

@@ -57,7 +57,8 @@ class StoredEmbeddingRequest:
 
 
 class StoredEmbeddings:
-    """Stores requests for embeddings. Raises ApiError, and BackendUnavailable if Redis is away."""
+    """Stores requests for embeddings. Raises ApiError, and BackendUnavailable if Redis is
+    unreachable."""
 
     def __init__(
         self,
@@ -134,8 +135,8 @@ class StoredEmbeddings:
         return await self._store.put(fresh, replaces)
 
     async def forget(self, inputs: StoredEmbeddingRequest) -> None:
-        """Removes a new request that will not run. If Redis is away the request stays, and its key
-        still finds it."""
+        """Removes a new request that will not run. If Redis is unreachable the request stays, and
+        its key still finds it."""
         if not inputs.new:
             return
         try:

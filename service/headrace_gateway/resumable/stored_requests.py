@@ -64,7 +64,7 @@ class RequestSnapshot:
 
 
 class StoredRequests:
-    """Stores requests. Raises ApiError, and BackendUnavailable if Redis is away."""
+    """Stores requests. Raises ApiError, and BackendUnavailable if Redis is unreachable."""
 
     def __init__(
         self,
@@ -162,7 +162,7 @@ class StoredRequests:
         try:
             await self._remove(stored)
         except BackendUnavailable:
-            return  # the same key finds it again and queues it
+            return  # a client with the same key finds the request again and queues it
 
     async def _remove(self, stored: StoredRequest) -> None:
         await self._store.remove(stored)
@@ -189,7 +189,7 @@ class StoredRequests:
         return await self.open(stored, model, fresh=False)
 
     async def cancel(self, stored: StoredRequest) -> None:
-        """Ends the request, whether it waits or runs. Does nothing if it has ended."""
+        """Ends the request, waiting or running. Does nothing if it has ended."""
         await self._sessions.cancel(stored)
         for request in stored.requests:
             await self._request_directory.cancel(request.request_id, request.model)

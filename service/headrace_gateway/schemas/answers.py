@@ -80,7 +80,7 @@ class PromptLogprob(TypedDict):
     decoded_token: str
 
 
-# One entry a token, by token id; the first token has none.
+# One entry for each token, by token id; the first token has none.
 PromptLogprobs = list[dict[str, PromptLogprob] | None]
 
 

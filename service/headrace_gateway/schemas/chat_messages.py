@@ -20,7 +20,7 @@ from pydantic_core import PydanticCustomError
 from ..errors import UNSUPPORTED_KIND
 from ..limits.fields import FreeObject, Items, Name, Text
 
-# Fields that SDKs send back with an answer's message though they hold nothing.
+# Fields that SDKs send back with an answer's message although they are empty.
 _EMPTY_LISTS = frozenset({"tool_calls", "annotations"})
 
 MAX_TOOLS = 512
@@ -38,7 +38,7 @@ class Body(BaseModel):
 
 
 def nothing_but(kind: str, reason: str) -> BeforeValidator:
-    """Refuses values other than `kind`, which other servers support, with this reason."""
+    """Refuses values other than `kind`, which other servers support; the error has this reason."""
 
     def check(value: object) -> object:
         if isinstance(value, str) and value != kind:
@@ -156,7 +156,7 @@ class Message(Body):
 
     @model_validator(mode="after")
     def _says_something(self) -> "Message":
-        """Checks that a message has content. A cut-off answer may have only reasoning."""
+        """Checks that a message has content. An answer that was cut off may have only reasoning."""
         others = self.reasoning_content or self.reasoning or self.refusal
         if self.content is None and self.tool_calls is None and not others:
             raise ValueError("a message needs content")

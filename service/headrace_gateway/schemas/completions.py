@@ -36,7 +36,7 @@ MAX_MESSAGES = 4096
 MAX_KINDS_LEFT_OUT = 16
 MAX_CACHE_SALT_CHARS = 1024
 MAX_METADATA = 16
-# A token's text may have a hundred characters.
+# The text of a token may have a hundred characters.
 MAX_DETOKENIZED = 2**18
 
 _BUDGET = Budget()
@@ -44,7 +44,7 @@ _BUDGET = Budget()
 BodyType = TypeVar("BodyType", bound=BaseModel)
 Refused = Mapping[str, tuple[tuple[Any, ...], str]]
 _Number = Annotated[float, Field(strict=True, allow_inf_nan=False)]
-# -1 is vLLM's word for no limit.
+# -1 means no limit in vLLM.
 ThinkingTokens = Annotated[StrictInt, Field(ge=-1, lt=2**31)]
 Verbosity = Literal["low", "medium", "high"]
 Metadata = Annotated[

@@ -22,7 +22,7 @@ from ..queue_client.run import Usage
 from ..telemetry.observation import Observation
 from .sse import Writer
 
-# Where a request's state has the response that its endpoint returned.
+# The key of a request's state for the response that its endpoint returned.
 RESPONSE = "headrace.response"
 
 
@@ -57,7 +57,7 @@ class DisconnectingResponse(Response, ABC):
     def _usage(self) -> Usage: ...
 
     async def _cut_short(self, writer: Writer) -> None:
-        """Tells the client that this gateway shuts down: in the answer, or by raising an error."""
+        """Tells the client that this gateway shuts down, in the answer or by an error."""
         raise unavailable("This server is shutting down; send it again.", code="shutting_down")
 
     async def discard(self) -> None:

@@ -1,6 +1,7 @@
 """Server-sent events: one stream to one client, with comments while there are no events.
 
-A client that does not read for too long is cut off, so that it occupies no memory and no engine.
+A client that does not read for too long is disconnected, so that it occupies no memory and no
+engine.
 """
 
 import asyncio
@@ -26,7 +27,7 @@ DONE = b"data: [DONE]\n\n"
 # failure can still have a status of its own. The delay also ensures that a proxy has sent the
 # whole request before it gets an answer: otherwise Go's reverse proxy breaks the stream.
 OPEN_AFTER_S = 1.0
-# Stands for a text. Its private-use characters make it differ from all else in an event.
+# Stands for a text. Its private-use characters occur nowhere else in an event.
 _TEXT = "\ue000text\ue001"
 # Keys of a request's state under which our server protocol offers to reset the connection, and to
 # write to it.
@@ -154,9 +155,9 @@ class EventStream:
             await self._writer.body(content, more=False)
 
     async def keep_alive(self, *, open_soon: bool = False) -> None:
-        """Runs beside the answer; wakes up only when a comment may be due.
+        """Runs alongside the answer and wakes up only when a comment may be due.
 
-        `open_soon`: sends the status after OPEN_AFTER_S, if no event came before.
+        With `open_soon` it sends the status after OPEN_AFTER_S if no event came before.
         """
         if open_soon:
             await asyncio.sleep(min(OPEN_AFTER_S, self._interval))

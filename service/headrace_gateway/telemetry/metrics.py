@@ -168,7 +168,7 @@ class GatewayMetrics:
 
     def observe_batches(self, cache: BatchScrapeCache) -> None:
         """Exports the open batches, which are read only at a scrape. Call once."""
-        for state in FINAL_STATES:  # otherwise the first count would be no increase
+        for state in FINAL_STATES:  # without this, the first count would not show as an increase
             self._batches_ended.add(0, {names.STATE: state})
         for result in ("completed", "failed"):
             self._batch_requests.add(0, {names.RESULT: result})

@@ -104,7 +104,7 @@ class Observation:
 
     @property
     def request_name(self) -> str:
-        """The name by which the client knows the request: its own, or else the request's id."""
+        """The id by which the client knows the request: its own, or the request's id."""
         return self._client_request_id or self._info.request_id
 
     @property

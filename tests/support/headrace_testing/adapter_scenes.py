@@ -10,7 +10,7 @@ from headrace_testing.checkpoints import GreedyPath, Reference
 
 LENGTH = 8
 GREEDY = SamplingParams(temperature=0, max_tokens=LENGTH, min_tokens=LENGTH)
-# The modules of each adapter: all, a part with different ranks, and few.
+# The modules of each adapter: all, some with different ranks, and few.
 ADAPTERS: dict[str, dict[str, Any]] = {
     "all": {"seed": 1},
     "some": {
@@ -26,7 +26,7 @@ ADAPTERS: dict[str, dict[str, Any]] = {
 
 
 class AdapterScene:
-    """A checkpoint with adapters, and what transformers makes of prompts with each of them."""
+    """A checkpoint with adapters, and transformers' outputs for prompts with each of them."""
 
     def __init__(self, folder: Path, checkpoint: Path, kinds: dict[str, dict[str, Any]]) -> None:
         self.checkpoint = checkpoint
@@ -56,7 +56,8 @@ class AdapterScene:
         )
 
     def run(self, llm: LLM, names: list[str | None], count: int = 3) -> None:
-        """All prompts of these adapters at once give transformers' tokens, in turns."""
+        """Runs the prompts of these adapters at once; checks that they give transformers'
+        tokens."""
         work = [(name, path) for path in range(count) for name in names]
         paths = {name: self.paths(name, count) for name in names}
         outputs = llm.generate(

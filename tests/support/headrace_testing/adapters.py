@@ -32,7 +32,7 @@ def save_adapter(
 ) -> Path:
     """Saves an adapter of the checkpoint's modules with these names, and of its experts.
 
-    `experts` says whether each expert has its own matrices or all have joined ones; None leaves
+    `experts` says whether each expert has its own matrices or all share joined ones; None leaves
     experts as they are. `config` are further PEFT fields.
     """
     generator = torch.Generator().manual_seed(seed)

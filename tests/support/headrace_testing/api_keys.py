@@ -1,4 +1,4 @@
-"""Files of API keys for tests, changed as people and as the kubelet change them."""
+"""API key files for tests, changed in the ways in which people and the kubelet change them."""
 
 import os
 from collections.abc import Sequence

@@ -109,7 +109,8 @@ class Scene:
         return made.to(self.spec.device, self.spec.dtype)
 
     def write(self, starts: list[int], ends: list[int]) -> None:
-        """Runs a step and ignores its output, which Triton's interpreter would need long for."""
+        """Runs a step and ignores its output, which would take Triton's interpreter long to
+        compute."""
         some = [index for index, end in enumerate(ends) if end > starts[index]]
         if some:
             attends = self.backend.name != "triton"

@@ -40,7 +40,7 @@ class Backend(Protocol):
     shards: int
 
     def gateway(self, name: str = "g", *, ahead: float = 0.0) -> GatewayQueue:
-        """A gateway on a machine whose clock is fast by `ahead` seconds."""
+        """A gateway on a machine whose clock is `ahead` seconds fast."""
 
     def engine(self, name: str = "e", *, lease_ms: int = 60_000) -> EngineQueue: ...
 
@@ -53,7 +53,7 @@ class Backend(Protocol):
     async def wipe(self) -> None: ...
 
     async def dead_letters(self) -> list[tuple[str, str]]:
-        """Request id and reason of each."""
+        """The request id and the reason of each dead letter."""
 
     async def close(self) -> None: ...
 
@@ -97,7 +97,7 @@ class InMemory:
 
 class OverRedis:
     """A Backend at a url; each queue has connections of its own, as in its own process. Its engines
-    take from the first `shards` of the model's queue. With a `ring` what they say is sealed."""
+    take from the first `shards` of the model's queue. With a `ring` their messages are sealed."""
 
     def __init__(
         self, url: str, *, block: float = 10.0, shards: int = 1, ring: Keyring | None = None

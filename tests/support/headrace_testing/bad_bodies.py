@@ -40,7 +40,7 @@ class BadBody:
 
 
 def bad_bodies() -> list[BadBody]:
-    """Bodies, prompts and counts, sampling numbers, token lists, grammars, chats, paths."""
+    """Bad bodies: prompts and counts, sampling numbers, token lists, grammars, chats, paths."""
     return [
         *_malformed(),
         *_prompts(),
@@ -131,7 +131,7 @@ def _lists() -> list[BadBody]:
         _completion("bias below zero", "logit_bias", logit_bias={"-1": 1}),
         _completion("bias of a word", "logit_bias", logit_bias={"a": 1}),
         _completion("bias too strong", "logit_bias", logit_bias={"5": 1e6}),
-        _completion("bias is no number", "logit_bias", logit_bias={"5": "1"}),
+        _completion("bias is not a number", "logit_bias", logit_bias={"5": "1"}),
         _completion("very many biases", "logit_bias", logit_bias=lambda: _biases(50_000)),
         _completion("more biases", logit_bias=lambda: _biases(500_000)),
         _completion("stop at no token", "stop_token_ids", stop_token_ids=[VOCAB]),
@@ -158,7 +158,7 @@ def _grammars() -> list[BadBody]:
         "no schema": {"type": "json_schema"},
         "unknown kind of format": {"type": "yaml"},
         "unknown type in a schema": _json_schema({"type": "nonsense"}),
-        "schema that is no object": _json_schema([1, 2]),
+        "schema that is not an object": _json_schema([1, 2]),
         "remote reference": _json_schema({"$ref": "http://169.254.169.254/latest"}),
         "reference to nothing": _json_schema({"$ref": "#/$defs/none"}),
         "very many properties": _json_schema(
@@ -171,7 +171,7 @@ def _grammars() -> list[BadBody]:
         "broken grammar": ("guided_grammar", "root ::= ((("),
         "no choices": ("guided_choice", []),
         "very many choices": ("guided_choice", ["a"] * 200_000),
-        "choice that is no text": ("guided_choice", [1]),
+        "choice that is not text": ("guided_choice", [1]),
     }
     return [
         *(_completion(name, "response_format", response_format=v) for name, v in formats.items()),

@@ -35,7 +35,7 @@ def jsonl(lines: Sequence[Any]) -> bytes:
 
 
 def parsed(content: bytes) -> dict[str, dict[str, Any]]:
-    """The lines of an output file by their custom ids, each of which is there once."""
+    """The lines of an output file by their custom ids, each of which must occur once."""
     lines = [json.loads(one) for one in content.splitlines()]
     found = {one["custom_id"]: one for one in lines}
     assert len(found) == len(lines), "a line has two results"

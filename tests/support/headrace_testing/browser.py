@@ -10,7 +10,7 @@ from playwright.sync_api import Browser, ConsoleMessage, Page, sync_playwright
 from .needs import missing
 
 CHROMIUM = "chromium-headless-shell"
-# No sandbox, since tests may run as root; nothing of the browser's own uses the network.
+# No sandbox, since tests may run as root; no feature of the browser itself uses the network.
 _ARGUMENTS = [
     "--no-sandbox",
     "--disable-gpu",
@@ -20,7 +20,7 @@ _ARGUMENTS = [
     "--disable-component-update",
     "--disable-sync",
 ]
-# Milliseconds; generous, since machines that run tests are busy.
+# In milliseconds; generous, since machines that run tests are busy.
 TIMEOUT_MS = 120_000
 
 

@@ -1,4 +1,4 @@
-"""The chart's Redis with Sentinels as processes: the commands of its pods as rendered.
+"""The chart's Redis with Sentinels as processes, which run the commands of the rendered pods.
 
 Each pod has an address of the loopback network instead of a name.
 """
@@ -31,16 +31,19 @@ def sentinel_values(**bundled: object) -> Manifest:
 
 
 def require_busybox() -> str:
-    """The shell and tools of Alpine's images; skips the test without them, or fails it in CI."""
+    """Returns busybox, the shell and tools of Alpine's images.
+
+    Skips the test without it, or fails it in CI.
+    """
     if found := shutil.which("busybox"):
         return found
     missing("busybox: make system-packages")
 
 
 class BundledPods:
-    """Three pods, none of which runs yet.
+    """Three pods, which `start` starts.
 
-    `given` are Secrets beside those of the chart. With `busybox` the pods have its tools alone.
+    `given` are Secrets beside those of the chart. With `busybox` the pods have only its tools.
     """
 
     def __init__(
@@ -89,13 +92,13 @@ class BundledPods:
             pod.start()
 
     def begin(self) -> None:
-        """Starts a new set."""
+        """Starts a new set, whose first pod becomes the master."""
         self.start()
         self.until_ready()
         self.until_master(self.pods[0])
 
     def until_ready(self) -> None:
-        """Every pod runs and has the data; Sentinels know each other."""
+        """Waits until every pod runs and has the data, and the Sentinels know each other."""
         until(lambda: all(map(BundledPod.ready, self.pods)), "all pods to be ready", PATIENCE_S)
         until(lambda: all(map(BundledPod.knows_all, self.pods)), "Sentinels to meet", PATIENCE_S)
 
@@ -105,12 +108,16 @@ class BundledPods:
 
     @property
     def master(self) -> "BundledPod":
-        """The pod that says so; an error unless it is one."""
+        """The pod whose server says that it is master.
+
+        Raises ValueError unless there is exactly one.
+        """
         (found,) = (pod for pod in self.pods if pod.role() == "master")
         return found
 
     def until_master(self, *pods: "BundledPod") -> None:
-        """One of these is master, all Sentinels that run say so, and it takes writes."""
+        """Waits until one of these pods is master, all running Sentinels say so, and it accepts
+        writes."""
         wanted = {pod.address for pod in pods}
 
         def agreed() -> bool:
@@ -124,7 +131,7 @@ class BundledPods:
 
 
 class BundledPod:
-    """A server and a Sentinel. Its folder is its volume."""
+    """A server and a Sentinel. Its folder stands for its volume."""
 
     def __init__(self, pods: BundledPods, number: int, folder: Path) -> None:
         self._pods = pods
@@ -161,7 +168,8 @@ class BundledPod:
                 )
 
     def _moved(self, text: str) -> str:
-        """Paths below the folder, and the pod's address instead of those of the container."""
+        """Replaces the container's paths by paths below the folder, and its addresses by the pod's
+        address."""
         text = text.replace("dir /tmp", f"dir {self.folder}")
         for path, name in (("/etc/redis", "etc"), ("/run/redis", "run"), ("/data", "data")):
             text = re.sub(rf"(?<!\w){path}\b", str(self.folder / name), text)
@@ -195,14 +203,14 @@ class BundledPod:
         return self._hook("readinessProbe")
 
     def leave(self) -> None:
-        """Ends as a pod that is deleted: the hook, then SIGTERM."""
+        """Ends as a deleted pod does: the hook runs, then SIGTERM comes."""
         self._hook("lifecycle", "preStop")
         for process in self._processes:
             process.terminate()
         self._gone()
 
     def kill(self) -> None:
-        """Ends as on a node that fails."""
+        """Ends as a pod does whose node fails."""
         for process in self._processes:
             process.kill()
         self._gone()
@@ -233,7 +241,7 @@ class BundledPod:
             return ""
 
     def writes(self) -> bool:
-        """Whether the server takes writes."""
+        """Whether the server accepts writes."""
         try:
             with self.connect() as client:
                 return bool(client.set("written", 1))
@@ -245,7 +253,7 @@ class BundledPod:
             return set(client.keys("*"))
 
     def sees(self) -> str:
-        """The master that its Sentinel names, as for a client without a password."""
+        """The master that its Sentinel names to a client without a password."""
         try:
             with redis.Redis(host=self.address, port=26379, protocol=2, decode_responses=True) as c:
                 found = c.execute_command("SENTINEL GET-MASTER-ADDR-BY-NAME", "headrace")

@@ -1,4 +1,4 @@
-"""One answer with two calls in each form that is read: weather of Rome in 2 days, and now."""
+"""One answer with two calls in each format that is parsed: weather of Rome in 2 days, and now."""
 
 from collections.abc import Mapping
 

@@ -1,4 +1,4 @@
-"""The Helm chart rendered in this process, and questions to what comes out.
+"""The Helm chart rendered in this process, and queries on the result.
 
 Rendering costs a tenth of a second: results are kept by their values and must not be changed.
 `python -m headrace_testing.charts` renews the snapshot of the default render.
@@ -57,7 +57,7 @@ class Workload:
 
     @property
     def environment(self) -> dict[str, Manifest]:
-        """Variables of its first container by name. A name given twice fails here."""
+        """Variables of its first container by name. Fails if a name is given twice."""
         variables = self.containers[0].get("env", [])
         found = {variable["name"]: variable for variable in variables}
         assert len(found) == len(variables), f"{self.name} has a variable twice"
@@ -82,7 +82,7 @@ def render(values: Mapping[str, Any] | None = None) -> list[Manifest]:
 @cache
 def _rendered(values: str) -> tuple[tuple[str, str], ...]:
     given = json.loads(values)
-    # The one value that has no default.
+    # The only value without a default.
     given["image"] = {"repository": "headrace", **given.get("image", {})}
     with Chart.load(CHART) as chart:
         files = chart.render(given, name=RELEASE, namespace=NAMESPACE)
@@ -106,7 +106,7 @@ def of_kind(objects: list[Manifest], kind: str) -> list[Manifest]:
 
 
 def named(objects: list[Manifest], kind: str, name: str) -> Manifest:
-    """The one object of a kind and name."""
+    """The only object of a kind and name."""
     (found,) = (m for m in of_kind(objects, kind) if m["metadata"]["name"] == name)
     return found
 

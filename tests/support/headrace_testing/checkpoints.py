@@ -1,7 +1,7 @@
 """Tiny random checkpoints of real architectures, saved as transformers saves them.
 
 Small vocabularies and wide initial weights give logits that lie far apart, so that a greedy path
-has no near-ties: float32 products of other shapes round differently, and a tie would flip.
+has no near-ties. Float32 products of other shapes round differently, which could flip a tie.
 """
 
 import math
@@ -380,6 +380,9 @@ SHAPES: dict[str, Shape] = {
         },
     ),
     "qwen3-moe": Shape("Qwen3MoeConfig", {**_GROUPED, **_EXPERTS, "head_dim": 32}),
+}
+# The decoders with recurrent layers.
+HYBRID_SHAPES: dict[str, Shape] = {
     "lfm2": Shape(
         "Lfm2Config",
         {
@@ -506,24 +509,8 @@ SHAPES: dict[str, Shape] = {
         "Qwen3_5MoeConfig", {"text_config": _QWEN35_MOE, "vision_config": _QWEN_VISION}
     ),
 }
-# Those with recurrent layers.
-HYBRID = (
-    "lfm2",
-    "lfm2-moe",
-    "nemotron-h",
-    "nemotron-h-latent",
-    "qwen3-next",
-    "qwen3_5",
-    "qwen3_5-multimodal",
-    "qwen3_5-moe",
-    "qwen3_5-moe-multimodal",
-    "bamba",
-    "falcon-h1",
-    "falcon-h1-norm",
-    "granite-hybrid",
-    "jamba",
-    "mamba2",
-)
+HYBRID = tuple(HYBRID_SHAPES)
+SHAPES |= HYBRID_SHAPES
 
 _LINES = (
     "the cat sat on the mat and looked at the moon",
@@ -542,7 +529,7 @@ def make_config(name: str, **changes: Any) -> transformers.PretrainedConfig:
 
 
 def make_model(name: str, seed: int = 0, **changes: Any) -> Any:
-    """A random model in float32 whose every layer matters to the output."""
+    """A random model in float32 in which every layer matters to the output."""
     config = make_config(name, **changes)
     with torch.random.fork_rng():
         torch.manual_seed(seed)
@@ -611,7 +598,7 @@ class Reference:
         self.generate = cache(self._generate)
 
     def _generate(self, prompt: tuple[int, ...], length: int) -> tuple[GreedyPath, float]:
-        """The path of `length` tokens and its smallest distance between the two best logits."""
+        """The path of `length` tokens, and the smallest distance between its two best logits."""
         with torch.inference_mode():
             result = self.model.generate(
                 torch.tensor([prompt]),
@@ -655,8 +642,8 @@ class Reference:
 
 
 def _auto_class(config: Any) -> Any:
-    """Returns the class for multimodal models if there is a vision tower. For some of them the
-    class for causal models would make the decoder alone."""
+    """Returns the class for multimodal models if there is a vision tower. For some of these models,
+    the class for causal models would make only the decoder."""
     causal: Any = transformers.AutoModelForCausalLM
     multimodal: Any = transformers.AutoModelForImageTextToText
     return multimodal if hasattr(config, "vision_config") else causal

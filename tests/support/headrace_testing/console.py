@@ -12,7 +12,8 @@ from .headrace_up import MODEL
 from .processes import until
 
 STORY = "Tell me a story."
-# Two engines, whose requests are soon taken over; little memory, so that its use can be seen.
+# Two engines whose requests are soon taken over if one dies; little memory, so that its use is
+# visible.
 UP_FLAGS = (
     "--engines", "2", "--", "--lease", "1", "--beat-interval", "0.25", "--kv-cache-memory", "24MiB",
 )  # fmt: skip
@@ -51,7 +52,8 @@ class Console:
             self.page.fill(f"#p-{name}", str(value))
 
     def long_story(self, tokens: int) -> dict[str, Any]:
-        """Sets the parameters of a greedy stream of `tokens` tokens; returns its body."""
+        """Sets the parameters of a greedy stream of `tokens` tokens; returns the body of the
+        request."""
         self.set(temperature=0, max_tokens=tokens, extra='{"ignore_eos": true}')
         return story(tokens)
 
@@ -106,14 +108,14 @@ def story(tokens: int) -> dict[str, Any]:
 
 
 def undisturbed(url: str, body: Mapping[str, Any]) -> str:
-    """The text of the answer, not streamed."""
+    """Returns the text of the answer, requested without a stream."""
     answer = httpx.post(f"{url}/v1/chat/completions", json=dict(body), timeout=120)
     assert answer.status_code == 200, answer.text
     return str(answer.json()["choices"][0]["message"]["content"])
 
 
 def snapshot(url: str) -> dict[str, Any]:
-    """The current state of the server, as its console gets it."""
+    """The current snapshot of the server, as the console gets it."""
     text = httpx.get(f"{url}/console/live?events=1", timeout=60).text
     (data,) = [line for line in text.splitlines() if line.startswith("data: ")]
     content: dict[str, Any] = json.loads(data.removeprefix("data: "))
@@ -138,7 +140,7 @@ def until_calm(url: str) -> None:
 
 
 def _answers(url: str) -> bool:
-    """Whether the gateway is there: it may have been killed just now."""
+    """Whether the gateway answers: it may have been killed just now."""
     try:
         return httpx.get(f"{url}/health/live").status_code == 200
     except httpx.TransportError:
@@ -146,7 +148,7 @@ def _answers(url: str) -> bool:
 
 
 def idle(url: str) -> bool:
-    """Whether no request runs or waits, in the queue and in each engine."""
+    """Whether no request runs or waits, in the queue and in all engines."""
     now = snapshot(url)
     queued = [model["waiting"] + model["running"] for model in now["models"]]
     return not any(queued) and not any(engine["running"] for engine in now["engines"])

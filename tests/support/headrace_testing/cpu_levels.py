@@ -1,9 +1,9 @@
 """Runs the tests whose numbers depend on the CPU's instructions at each level that this machine can
-pretend to have: `make test-cpus`.
+pretend to have (`make test-cpus`).
 
 A level is what torch, oneDNN, numpy, its BLAS and the native kernels may use, all by environment
 variables. Before its tests run, a process says what each of them really uses. MKL, torch's BLAS on
-x86-64, is told too, but does not say what it uses, and heeds it on Intel's CPUs alone.
+x86-64, is limited too, but does not say what it uses, and obeys the limit only on Intel's CPUs.
 """
 
 import argparse
@@ -41,12 +41,13 @@ TESTS = (
     ),
     "tests/test_benchmarks/test_programs.py::test_kernels",
 )  # fmt: skip
-WIDE = ("X86_V4", "AVX512")  # what numpy calls its loops for AVX-512
+WIDE = ("X86_V4", "AVX512")  # the name that numpy gives its loops for AVX-512
 
 
 @dataclass(frozen=True)
 class Level:
-    """`name` is that of the native kernels; `said` matches what oneDNN calls its `onednn`."""
+    """`name` is that of the native kernels; `said` is a pattern of the name that oneDNN prints for
+    the level `onednn`."""
 
     name: str
     torch: str
@@ -156,7 +157,8 @@ def used(environment: dict[str, str]) -> Used:
 
 
 def run(level: Level, arguments: list[str]) -> str:
-    """Runs the tests at a level; how they ended. Raises RuntimeError where it cannot be had."""
+    """Runs the tests at a level and returns how they ended. Raises RuntimeError if the machine
+    cannot run at this level."""
     environment = os.environ | level.environment()
     found = used(environment)
     say(f"\n{level.name}: {found}")

@@ -10,7 +10,7 @@ PROMPTS = ["What is Headrace?", "Once upon a time", "Hello"]
 
 
 def main(_: Sequence[str] = ()) -> None:
-    # Not measured: which kernel is chosen is the device's affair.
+    # Not measured: the choice of kernels does not matter here.
     llm = LLM("headrace-demo", enable_autotuner=False)
     kinds = [SamplingParams(max_tokens=6, temperature=heat, ignore_eos=True) for heat in (0.0, 0.8)]
     found = [llm.generate(PROMPTS, kind, use_tqdm=False) for kind in kinds]

@@ -1,7 +1,7 @@
 """A hook of mkdocs: links from a page to files outside of docs/, which the site does not have.
 
-With HEADRACE_SOURCE_URL, such as https://git.example.com/headrace/blob/main, they lead there;
-without it, only their text stays.
+With HEADRACE_SOURCE_URL, such as https://git.example.com/headrace/blob/main, the links point there;
+without it only their text stays.
 """
 
 import os
@@ -14,7 +14,7 @@ _LINK = re.compile(r"(?<!!)\[(?P<text>(?:[^\[\]]|\[[^\]]*\])*)\]\((?P<target>\.\
 
 
 class File(Protocol):
-    """The part of mkdocs' File that is read here: the page's path below docs/."""
+    """The part of mkdocs' File that is read here. It has the page's path below docs/."""
 
     src_uri: str
 
@@ -31,7 +31,7 @@ def on_page_markdown(markdown: str, page: Page, **_: object) -> str:
 
 
 def links_to_source(markdown: str, page: str, source_url: str) -> str:
-    """`page` is the page's path below docs/."""
+    """Makes links point to the source. `page` is the page's path below docs/."""
 
     def changed(link: re.Match[str]) -> str:
         file, _, line = link["target"].partition("#")

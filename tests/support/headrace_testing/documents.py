@@ -16,7 +16,7 @@ _SEPARATORS = frozenset({"|", "||", "&&", ";", "&", "|&"})
 
 @dataclass(frozen=True)
 class Block:
-    """Code of a page; `language` is empty where it is only indented."""
+    """Code of a page; `language` is empty if it is only indented."""
 
     page: Path
     language: str
@@ -35,7 +35,7 @@ def blocks() -> Iterator[Block]:
 
 @dataclass(frozen=True)
 class Command:
-    """One simple command of a block, without variables before it, redirections and comments."""
+    """A simple command of a block, without preceding variables, redirections and comments."""
 
     page: Path
     words: tuple[str, ...]

@@ -1,4 +1,5 @@
-"""Tiny checkpoints that embed, as they are saved; vectors of an engine, and transformers' own."""
+"""Tiny embedding checkpoints as they are published; the vectors of an engine, and those of
+transformers."""
 
 import json
 from collections.abc import Sequence
@@ -37,7 +38,7 @@ _BEHIND_PADDING: dict[str, Any] = {
     "pad_token_id": 1,
     "max_position_embeddings": POSITIONS + 2,
 }
-# Each model type that is known as an encoder: transformers' config class and what it is told.
+# For each model type that is known as an encoder: transformers' config class and its arguments.
 ENCODERS: dict[str, tuple[str, dict[str, Any]]] = {
     "bert": ("BertConfig", _SIZES),
     "camembert": ("CamembertConfig", _BEHIND_PADDING),
@@ -73,7 +74,8 @@ ENCODERS: dict[str, tuple[str, dict[str, Any]]] = {
 
 
 def save_embedder(folder: Path, shape: str, mode: str | None, **changes: Any) -> Path:
-    """A bare model, without a head, as sentence-transformers saves it; plain without a mode."""
+    """Saves a bare model, without a head, as sentence-transformers does; without a mode, saves only
+    the model."""
     torch.manual_seed(3)
     build: Any = transformers.AutoModel
     config = _encoder(shape, **changes) if shape in ENCODERS else make_config(shape, **changes)
@@ -89,7 +91,8 @@ def save_embedder(folder: Path, shape: str, mode: str | None, **changes: Any) ->
 
 
 def save_cross_encoder(folder: Path, shape: str, **changes: Any) -> Path:
-    """A classifier with one label, with a tokenizer that puts tokens around and between texts."""
+    """A classifier with one label, and a tokenizer that puts special tokens around and between
+    texts."""
     torch.manual_seed(3)
     build: Any = transformers.AutoModelForSequenceClassification
     config = _encoder(shape, num_labels=1, **changes)

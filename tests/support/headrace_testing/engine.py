@@ -30,7 +30,7 @@ def make_request(
     tenant: str = "default",
     deadline: float = inf,
 ) -> EngineRequest:
-    """A request; without `params` it asks for four tokens, and any tokens will do."""
+    """A request; without `params` it asks for four tokens, of which any are accepted."""
     return EngineRequest(
         request_id=request_id,
         prompt_token_ids=tuple(prompt),
@@ -46,7 +46,7 @@ def make_request(
 
 
 def computed(cache: KVCacheManager, length: int) -> Sequence:
-    """A sequence of the tokens 1 to `length` that was computed token by token."""
+    """A sequence with the tokens 1 to `length`, which was computed token by token."""
     prompt = tuple(range(1, length + 1))
     sequence = Sequence(make_request("r", prompt), 0, list(prompt))
     for end in prompt:

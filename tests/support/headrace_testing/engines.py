@@ -64,7 +64,7 @@ def request(
 
 
 def run(engine: Engine, requests: Iterable[EngineRequest]) -> dict[tuple[str, int], Output]:
-    """Runs requests, all added at once, to their ends: outputs by (request id, choice)."""
+    """Runs requests, all added at once, to their ends; returns outputs by (request id, choice)."""
     for one in requests:
         engine.add_request(one)
     outputs: dict[tuple[str, int], Output] = {}

@@ -1,4 +1,5 @@
-"""An engine without a model: the real queue protocol, random tokens that carry their history.
+"""An engine without a model: it speaks the real queue protocol, and its random tokens carry their
+history.
 
 Every token holds a checksum of all tokens before it, so that a lost, repeated or foreign token
 shows in the text that a client got. It keeps the order of the real worker: take or reap, ask the
@@ -45,7 +46,7 @@ from headrace_common.wire.messages import (
     pack_tokens,
 )
 
-POISON_TOKEN = 666  # a prompt with it ends the engine that runs it
+POISON_TOKEN = 666  # a prompt with this token ends the engine that runs it
 
 
 def next_token(choice: int, before: Sequence[int], rng: random.Random) -> int:
@@ -181,7 +182,7 @@ class FakeEngine:
         self.queue = queue
         self.active: dict[str, FakeRequest] = {}
         self.token_delay = token_delay
-        self.script: Callable[[GenerateRequest], Sequence[int]] | None = None  # whole outputs
+        self.script: Callable[[GenerateRequest], Sequence[int]] | None = None  # complete outputs
         self._model = model
         self._slots = slots
         self._beat_interval = beat_interval
@@ -204,7 +205,7 @@ class FakeEngine:
         self._thawed.set()
 
     def lose(self) -> None:
-        """Ends all that it has, as one that finds neither its gateways nor a journal."""
+        """Ends all its requests, like an engine that finds neither their gateways nor a journal."""
         for request in list(self.active.values()):
             self._fail(request, FailureCode.LOST)
 
@@ -282,7 +283,7 @@ class FakeEngine:
         task.add_done_callback(self._tasks.discard)
 
     async def _start(self, request: FakeRequest) -> None:
-        """Says that it executes, then does."""
+        """Reports that it executes the request, and then does."""
         request.running = True
         await self._persist(lambda: self._beat([request]))
         self._busy.set()
@@ -413,7 +414,7 @@ class FakeEngine:
     # Beats
 
     async def _beats(self) -> None:
-        """Signs of life four times a beat: what the real one sends each second."""
+        """Sends signs of life four times between beats: what the real engine sends each second."""
         count = 0
         while True:
             await self._thawed.wait()

@@ -1,4 +1,4 @@
-"""A grammar over the fake runner's vocabulary: what may come next depends on all output so far.
+"""A grammar over the fake runner's vocabulary: the allowed next tokens depend on all output so far.
 
 Its matcher stands in for llguidance's; cursors and masks are the engine's own.
 """
@@ -17,7 +17,8 @@ BITS = 32
 
 
 def allows(output: Tokens[int], token: int) -> bool:
-    """Whether `token` may follow the output: three of four do, by a sum over all of it."""
+    """Whether `token` may follow the output: three of four tokens may, depending on a sum over the
+    output."""
     return token % 4 != _refused(output)
 
 
@@ -41,7 +42,7 @@ class FakeMatcher:
         return FakeMatcher(self._vocab_size)
 
     def try_consume_tokens(self, tokens: list[int]) -> int:
-        """Reads them up to the first that is not allowed; how many it read."""
+        """Reads tokens up to the first that is not allowed; returns how many it read."""
         for count, token in enumerate(tokens):
             if not allows(self._read, token):
                 return count

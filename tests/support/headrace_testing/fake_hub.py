@@ -1,4 +1,4 @@
-"""A small Hugging Face hub with one repository, for tests of what is fetched and how."""
+"""A small Hugging Face hub with one repository, for tests of downloads."""
 
 import hashlib
 import json
@@ -10,8 +10,8 @@ COMMIT = "0123456789abcdef0123456789abcdef01234567"
 
 
 class FakeHub(ThreadedServer):
-    """Serves `files` of `repository`. `cut_once`: the name of a file whose first answer ends in its
-    middle. `ranges` and `fetched` hold what was asked for."""
+    """Serves `files` of `repository`. `cut_once` names a file whose first answer breaks off in the
+    middle. `ranges` and `fetched` record the requests."""
 
     def __init__(
         self, repository: str, files: Mapping[str, bytes], *, cut_once: str | None = None

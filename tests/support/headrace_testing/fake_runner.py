@@ -29,7 +29,7 @@ from headrace_engine.speculative.draft_proposer import Drafter
 from .fake_grammar import allowed_tokens, allows, refused_tokens
 
 _MASK = 2**62 - 1
-# What a recurrent state looks like as KV.
+# A recurrent state in the format of KV.
 _STATE = -7
 # Adapters that the runner accepts; they do not change its tokens.
 ADAPTERS = ("a", "b", "c")
@@ -79,16 +79,16 @@ class FakeRunner:
         self._prompt_seconds = prompt_seconds
         self._block_seconds = block_seconds
         self._submitted: FakeStep | None = None
-        # Sequences whose last token was known only when the step began.
+        # Sequences whose last token became known only when the step began.
         self.late: set[Sequence] = set()
         self._kv = np.full((num_blocks, block_size, 3), -1, dtype=np.int64)
         self._host = np.full((num_host_blocks, block_size, 3), -1, dtype=np.int64)
-        # Of blocks that hold a state: which of its blocks it is, and the value.
+        # For blocks that hold a state: the block's index within the state, and the value.
         self._states: dict[int, tuple[int, int]] = {}
 
     @property
     def capacity(self) -> int:
-        """Positions of the longest sequence that its blocks hold."""
+        """The most positions that its blocks can hold for a sequence."""
         return self.kv_groups.capacity(self.num_blocks, self.block_size)
 
     def execute(self, scheduler_output: SchedulerOutput) -> StepResult:
@@ -216,7 +216,8 @@ class FakeRunner:
         return self.token_after(sequence.request, sequence.choice, sequence.token_ids)
 
     def token_after(self, request: EngineRequest, choice: int, tokens: Tokens[int]) -> int:
-        """The fake model: what follows `tokens` (prompt and output) in this choice."""
+        """The token that the fake model generates after `tokens` (prompt and output) in this
+        choice."""
         masked: set[int] = set()
         if len(tokens) - len(request.prompt_token_ids) < request.params.min_tokens:
             masked.update(request.params.stop_token_ids)
@@ -230,7 +231,7 @@ class FakeRunner:
         return token
 
     def expected(self, request: EngineRequest, choice: int) -> tuple[tuple[int, ...], Stop]:
-        """All output tokens of a choice in a run that nothing disturbs, and why it ends."""
+        """All output tokens of a choice in an undisturbed run, and its finish reason."""
         params, prompt = request.params, list(request.prompt_token_ids)
         limit = min(self.max_model_len, self.capacity)
         tokens = list(prompt)

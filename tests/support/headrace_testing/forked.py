@@ -26,8 +26,8 @@ _PRELOADED = ["headrace_engine.__main__", "headrace_gateway.__main__"]
 
 @cache
 def _start_server() -> None:
-    """Starts a fork server that has imported the programs. Processes of a gateway within the tests
-    keep the one that they have: to stop that would wait for them."""
+    """Starts a fork server that has imported the programs. Gateways within the tests keep the
+    server that they have, because stopping it would wait for their processes."""
     server = forkserver.ForkServer()
     for name in ("connect_to_new_process", "ensure_running", "set_forkserver_preload"):
         setattr(forkserver, name, getattr(server, name))
@@ -51,7 +51,7 @@ class Forge:
     def start(
         self, module: str, arguments: Sequence[str], log: Path, env: Mapping[str, str]
     ) -> Running:
-        """A Starter."""
+        """Returns a function that starts processes."""
         given = (module, tuple(arguments), str(log), dict(env), self._prepare)
         with self._lock:
             process = self._context.Process(target=_become, args=given, daemon=True)
@@ -60,7 +60,7 @@ class Forge:
 
 
 class ForkedRun:
-    """One forked process. `lock` is held while multiprocessing's shared books are looked at."""
+    """One forked process. `lock` guards multiprocessing's shared state."""
 
     def __init__(self, process: BaseProcess, lock: Lock) -> None:
         self._process = process
@@ -92,7 +92,8 @@ def _become(
     """Turns this process into `python -m module arguments`; does not return."""
     if sys.platform == "linux":
         die_with_parent()
-    multiprocessing.current_process().daemon = False  # or it could have no processes of its own
+    # otherwise it could not start processes itself
+    multiprocessing.current_process().daemon = False
     out = os.open(log, os.O_CREAT | os.O_WRONLY | os.O_APPEND, 0o644)
     for stream in (1, 2):
         os.dup2(out, stream)

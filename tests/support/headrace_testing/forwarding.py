@@ -1,6 +1,6 @@
-"""Connections that are forwarded to a server: the end of one side ends both, and leaves nothing.
+"""Connections that are forwarded to a server: when one side ends, both are closed.
 
-For proxies, which say how bytes are copied. Knows nothing of what the bytes are.
+Used by proxies, which define how bytes are copied. Knows nothing about the contents.
 """
 
 import asyncio
@@ -11,12 +11,12 @@ from functools import partial
 from typing import Any
 
 Passing = asyncio.Task[None]
-# Copies one way until its reader ends; told the connection that it is a part of.
+# Copies in one direction until its reader ends; gets the connection to which it belongs.
 Copy = Callable[[asyncio.StreamReader, asyncio.StreamWriter, Passing], Coroutine[Any, Any, None]]
 
 
 class Forwarder:
-    """Passes connections on to the port `target` of 127.0.0.1. `passing`: those that there are."""
+    """Forwards connections to the port `target` of 127.0.0.1. `passing` are the open ones."""
 
     def __init__(self, target: int, copy: Copy) -> None:
         self._target = target
@@ -25,18 +25,18 @@ class Forwarder:
         self.passing: set[Passing] = set()
 
     async def listen(self, port: int = 0, context: ssl.SSLContext | None = None) -> int:
-        """Takes connections, with `context` over TLS; returns the port."""
+        """Accepts connections, over TLS if there is a `context`; returns the port."""
         self._server = await asyncio.start_server(self._accept, "127.0.0.1", port, ssl=context)
         bound: int = self._server.sockets[0].getsockname()[1]
         return bound
 
     def refuse(self) -> None:
-        """Takes no connections any more."""
+        """Accepts no more connections."""
         assert self._server is not None, "it listens"
         self._server.close()
 
     async def cut(self) -> None:
-        """Resets all connections that there are."""
+        """Resets all open connections."""
         passing = list(self.passing)
         for connection in passing:
             connection.cancel()
@@ -48,15 +48,15 @@ class Forwarder:
         passing.add_done_callback(partial(self._end, writer))
 
     def _end(self, writer: asyncio.StreamWriter, passing: Passing) -> None:
-        """Closes the connection here and not in the task, which may be cancelled before it
-        begins."""
+        """Closes the connection here and not in the task, because the task may be cancelled before
+        it starts."""
         self.passing.discard(passing)
         writer.transport.abort()
 
     async def _pass(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         passing = asyncio.current_task()
         assert passing is not None
-        with suppress(OSError):  # either side is gone
+        with suppress(OSError):  # one of the sides is gone
             far_reader, far_writer = await asyncio.open_connection("127.0.0.1", self._target)
             ways = [
                 asyncio.create_task(self._copy(reader, far_writer, passing)),

@@ -48,7 +48,7 @@ class ScriptedEngine:
         self.reset()
 
     def reset(self) -> None:
-        """Brings the fakes back to their first state."""
+        """Resets the fakes to their first state."""
         self.script: Script = self.say(ANSWER)
         self.gate = asyncio.Event()
         self.gate.set()
@@ -229,14 +229,14 @@ def say(gateway: Gateway, text: str) -> None:
 
 
 def prompt_of(gateway: Gateway) -> str:
-    """The prompt that the engine received last, with its special tokens."""
+    """The prompt that the engine received last, including special tokens."""
     ids = gateway.engine.submitted[-1].prompt_token_ids
     return gateway.engine.tokenizer.decode(ids, skip_special_tokens=False)
 
 
 @asynccontextmanager
 async def connected(port: int) -> AsyncIterator[Streams]:
-    """A raw connection, closed at the end."""
+    """A raw connection, which is closed at the end."""
     reader, writer = await asyncio.open_connection("127.0.0.1", port)
     with closing(writer):
         yield reader, writer
@@ -300,7 +300,7 @@ async def running(
 
 
 def events(text: str) -> Iterator[dict[str, Any]]:
-    """The data of each event of a stream but the final [DONE]."""
+    """The data of each event of a stream except the final [DONE]."""
     for block in text.split("\n\n"):
         for line in block.splitlines():
             if line.startswith("data: ") and line != "data: [DONE]":

@@ -20,7 +20,10 @@ CONFIG = ClientConfig(beat_interval=0.05, silence=1.0, recheck=0.2, longest_rech
 
 
 class GatewayGroup:
-    """Gateways on one queue. `window`: seconds that a kept request runs on without a client."""
+    """Gateways on one queue.
+
+    `window` is the number of seconds for which a kept request runs without a client.
+    """
 
     def __init__(self, backend: Backend, served: Models, window: float, **fields: Any) -> None:
         self.backend = backend
@@ -37,7 +40,7 @@ class GatewayGroup:
 
     @asynccontextmanager
     async def gateway(self, name: str) -> AsyncIterator[httpx.AsyncClient]:
-        """Serves until the block is left; what speaks HTTP to it."""
+        """Serves until the block is left; yields an HTTP client of the gateway."""
         queue = self.backend.gateway(name)
         client = GenerationClient(queue, self.limits, config=CONFIG)
         await client.start()

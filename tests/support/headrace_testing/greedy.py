@@ -1,4 +1,4 @@
-"""Prompts whose greedy output is beyond doubt: transformers' logits have no near-tie on the way."""
+"""Prompts whose greedy output is certain: transformers' logits have no near-ties."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,8 +23,8 @@ def clear_cases(
 ) -> list[GreedyCase]:
     """`count` random prompts with their `length` greedy tokens.
 
-    The engine proposes; transformers confirms each path in one forward pass: every token is its
-    argmax, with a distance of MARGIN to the next best one.
+    The engine proposes; transformers confirms each path in one forward pass: every token must be
+    the argmax, at least MARGIN above the second best.
     """
     llm = LLM(str(checkpoint), dtype="float32", num_blocks=4096, max_num_seqs=64)
     load: Any = transformers.AutoModelForCausalLM.from_pretrained

@@ -23,7 +23,7 @@ HEADRACE = Path(sys.executable).with_name("headrace")
 class UpProcess:
     """A running `headrace up`. Without a `port` it takes a free one. Killed when the block ends.
 
-    `env` is laid over our own environment.
+    `env` extends our own environment.
     """
 
     def __init__(
@@ -72,7 +72,7 @@ class UpProcess:
         return self._popen.pid
 
     def until_served(self, model: str = MODEL) -> None:
-        """Waits for the line that tells a person where the API is."""
+        """Waits for the line that tells the user where the API is."""
         line = f"{model} is served at {self.url}/v1"
         until(lambda: line in self.printed or self._popen.poll() is not None, "up to serve")
         assert line in self.printed, self.printed
@@ -91,7 +91,7 @@ class UpProcess:
         return psutil.Process(self.pid).children(recursive=True)
 
     def child(self, program: str) -> psutil.Process:
-        """The one child whose command line has this word."""
+        """The only child whose command line contains this word."""
         (found,) = [process for process in self.children() if program in _words(process)]
         return found
 

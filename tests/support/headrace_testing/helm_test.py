@@ -9,7 +9,7 @@ SCRIPT = CHART / "files" / "helm_test.py"
 
 
 async def helm_test(url: str, **environment: str) -> tuple[int | None, str]:
-    """Exit status and output."""
+    """Runs the script; returns its exit status and its output."""
     process = await asyncio.create_subprocess_exec(
         *(sys.executable, "-I", str(SCRIPT)),
         env={"HEADRACE_URL": url, **environment},

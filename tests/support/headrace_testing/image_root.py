@@ -25,7 +25,7 @@ from .null_cuda import LIBRARY, build
 from .valkey import ValkeyServer, free_port
 
 CACHE = "var/cache/headrace"
-# Runs in its own namespaces, so that nothing stays mounted.
+# Runs in its own namespaces, so that no mounts are left.
 ENTER = """
 set -e
 root=$1 given=$2 hidden=$3; shift 3
@@ -85,7 +85,7 @@ def device() -> Iterator[Path]:
 
 
 def size(root: Path) -> int:
-    """Bytes of the files of a root filesystem."""
+    """The size of a root filesystem's files in bytes."""
     done = subprocess.run(["du", "-sxb", str(root)], capture_output=True, text=True, check=True)
     return int(done.stdout.split()[0])
 

@@ -1,4 +1,4 @@
-"""Counts what the subpackages of each package import of each other: `make check` prints it.
+"""Counts the imports between the subpackages of each package: `make check` prints it.
 
     python -m headrace_testing.import_layers
 
@@ -21,14 +21,14 @@ MOST_SUBPACKAGES = 25
 
 @dataclass(frozen=True, slots=True)
 class Subpackages:
-    """The subpackages of a package, and which of them each one imports."""
+    """The subpackages of a package, and the subpackages that each of them imports."""
 
     package: str
     imports: dict[str, frozenset[str]]
 
     @property
     def circles(self) -> int:
-        """1 if subpackages import each other in a circle."""
+        """1 if subpackages import each other in a circle, else 0."""
         try:
             TopologicalSorter(self.imports).prepare()
         except CycleError:
@@ -63,7 +63,7 @@ def contracts() -> Iterator[tuple[str, list[list[str]]]]:
 
 
 def subpackages_of(package: str) -> Subpackages:
-    """Read from the package's source."""
+    """Reads the subpackages from the package's source."""
     graph = grimp.build_graph(package)
     imports: dict[str, set[str]] = {}
     for module in graph.modules - {package}:

@@ -25,7 +25,7 @@ from .gateway import running
 
 @dataclass(slots=True)
 class KeptGateway:
-    """`texts` are said one after the other, the last one again and again."""
+    """`texts` are the answers, one after the other; the last one is repeated."""
 
     url: str
     http: httpx.AsyncClient

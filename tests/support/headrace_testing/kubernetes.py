@@ -1,8 +1,6 @@
-"""An API server in memory: kmock, with what it lacks of a real one.
-
-Server-side apply that creates, generated names, label selectors, generations and resource versions.
-Keeps no managed fields: who owns what is for a real cluster to show.
-"""
+"""An API server in memory: kmock, extended by features of a real one: server-side apply that
+creates, generated names, label selectors, generations and resource versions. Keeps no managed
+fields: the ownership of fields is tested on a real cluster."""
 
 import itertools
 import json
@@ -23,7 +21,8 @@ READY_POD = [{"type": "Ready", "status": "True"}]
 _KINDS = {
     "headrace.dev/v1alpha1/modelservices": "ModelService",
     "apps/v1/deployments": "Deployment",
-    "v1/namespaces": "Namespace",  # kopf waits for the next two, though it reads neither
+    # kopf waits for the next two fields, though it does not read them
+    "v1/namespaces": "Namespace",
     "apiextensions.k8s.io/v1/customresourcedefinitions": "CustomResourceDefinition",
     "v1/pods": "Pod",
     "v1/services": "Service",
@@ -40,7 +39,8 @@ _KINDS = {
 
 
 class ApiServer(kmock.KubernetesEmulator):
-    """kmock with apply, selectors, versions. `refusals`: code and text for writes of a plural."""
+    """kmock with apply, selectors, versions. `refusals` are the codes and texts with which writes
+    of a plural are refused."""
 
     def __attrs_post_init__(self) -> None:
         super().__attrs_post_init__()
@@ -82,7 +82,10 @@ class ApiServer(kmock.KubernetesEmulator):
         return web.json_response({"kind": "Status", "message": text}, status=code)
 
     async def _replaced(self, request: Any) -> web.Response:
-        """PUT, which kmock lacks: refused with an old resource version, or for most without one."""
+        """Handles PUT, which kmock lacks.
+
+        Refuses old resource versions, and for most kinds missing ones.
+        """
         found = self.find(request.resource.plural, request.name)
         if found is None:
             return web.json_response({"message": "not found"}, status=404)
@@ -96,14 +99,14 @@ class ApiServer(kmock.KubernetesEmulator):
         return web.json_response(request.data)
 
     def _unchanged(self, request: Any) -> web.Response | None:
-        """A write that changes nothing makes no new version and no event."""
+        """Handles a write that changes nothing: it makes no new version and no event."""
         found = self.find(request.resource.plural, request.name)
         if found is None or merged(found, request.data) != found:
             return None
         return web.json_response(found)
 
     def _note(self, request: Any) -> None:
-        """Writes change the resource version, those of a spec the generation."""
+        """Updates the resource version; writes of a spec also update the generation."""
         self.written.append((request.method, request.resource.plural, request.data))
         found = self.find(request.resource.plural, request.name)
         meta = request.data.setdefault("metadata", {})
@@ -158,7 +161,7 @@ class ApiServer(kmock.KubernetesEmulator):
         return None
 
     def conditions(self, name: str) -> dict[str, tuple[str, str]]:
-        """Status and reason by type, of a ModelService."""
+        """The status and reason of each condition of a ModelService, by type."""
         body = self.find(names.PLURAL, name) or {}
         found = body.get("status", {}).get("conditions", ())
         return {raw["type"]: (raw["status"], raw["reason"]) for raw in found}
@@ -169,7 +172,7 @@ class ApiServer(kmock.KubernetesEmulator):
 
 @dataclass(slots=True)
 class User:
-    """A user with kubectl, and the cluster's own controllers."""
+    """Plays a user with kubectl, and the cluster's own controllers."""
 
     server: ApiServer
     url: str
@@ -210,7 +213,7 @@ async def api_server() -> AsyncIterator[User]:
 
 
 def merged(old: Any, change: Any) -> Any:
-    """A JSON merge patch."""
+    """The result of a JSON merge patch."""
     if not isinstance(old, dict) or not isinstance(change, dict):
         return change
     new = {key: merged(old.get(key), value) for key, value in change.items() if value is not None}

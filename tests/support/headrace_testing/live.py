@@ -1,4 +1,4 @@
-"""Snapshots of engines' batches, for tests of what consoles show."""
+"""Snapshots of engines' batches, for tests of consoles."""
 
 from typing import Any
 

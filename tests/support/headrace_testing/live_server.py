@@ -50,7 +50,8 @@ def snapshot(*engines: dict[str, Any], **changes: Any) -> dict[str, Any]:
 class LiveServer(ThreadedServer):
     """Answers each GET /console/live with the next of `answers`: a status, or snapshots to send.
 
-    After an answer's snapshots the stream stays open; after those of the last but one it ends.
+    The stream stays open after an answer's snapshots, but ends after those of the second to last
+    answer.
     """
 
     def __init__(self, *answers: int | Sequence[dict[str, Any]], key: str | None = None) -> None:

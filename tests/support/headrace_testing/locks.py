@@ -1,6 +1,6 @@
 """The lock files in requirements/: every package of an image or of the checkout, with its hashes.
 
-`python -m headrace_testing.locks gateway` prints what is in that image, without markers.
+`python -m headrace_testing.locks gateway` prints the packages in that image, without markers.
 """
 
 import re
@@ -15,7 +15,7 @@ ROOT = Path(__file__).resolve().parents[3]
 REQUIREMENTS = ROOT / "requirements"
 IMAGES = ("gateway", "operator", "engine")
 LOCKS = (*IMAGES, "up", "dev", "flash-attn", "build", "tools", "uv")
-# The environment of the images, wherever this runs.
+# The environment of the images, on whatever machine this runs.
 IMAGE_ENVIRONMENT = {
     "implementation_name": "cpython",
     "os_name": "posix",

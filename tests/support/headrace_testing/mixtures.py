@@ -1,5 +1,5 @@
-"""Random mixtures of experts, with the experts next to each other, each by itself, and as the
-matrices that a checkpoint has of them."""
+"""Random mixtures of experts: with joined experts, with separate experts, and as the matrices in a
+checkpoint."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -38,8 +38,9 @@ class FloatRouter:
 
 @dataclass(frozen=True, slots=True)
 class Mixture:
-    """`skewed` routes all rows to the same experts. `swiglu` brings biases, as in gpt-oss; `groups`
-    above 0 DeepSeek-V3's routing, with half of the groups kept, and no gate for a shared expert."""
+    """`skewed` routes all rows to the same experts. `swiglu` adds biases, as in gpt-oss. `groups`
+    above 0 gives DeepSeek-V3's routing, with half of the groups kept and no gate for a shared
+    expert."""
 
     experts: int
     per_token: int
@@ -149,8 +150,8 @@ def expert_names(count: int) -> list[tuple[tuple[str, str], tuple[str]]]:
 
 
 class Matrices:
-    """A mixture's matrices by `expert_names`, as far as `cut` keeps them. With `group` they are in
-    8-bit floats, with a scale for every `group` inputs."""
+    """A mixture's matrices by `expert_names`, cut to the parts that `cut` keeps. With `group` they
+    are in 8-bit floats, with a scale for every `group` inputs."""
 
     def __init__(
         self,
@@ -173,11 +174,11 @@ class Matrices:
         return torch.cat([self._found[name] for name in names])
 
     def quantized(self, names: tuple[str, ...]) -> QuantizedWeight | None:
-        """None of them is in whole numbers."""
+        """No matrix is in integers."""
         return None
 
     def mxfp4(self, names: tuple[str, ...]) -> MXFP4Weight | None:
-        """None of them is."""
+        """No matrix is in MXFP4."""
         return None
 
     def float8(self, names: tuple[str, ...]) -> Float8Weight | None:
@@ -188,7 +189,7 @@ class Matrices:
 
 
 class QuantizedMatrices(Matrices):
-    """A mixture's matrices in whole numbers of `bits`, a scale and a zero point for each `size`
+    """A mixture's matrices in integers of `bits` bits, a scale and a zero point for each `size`
     inputs; symmetric ones have all zero points in the middle."""
 
     def __init__(

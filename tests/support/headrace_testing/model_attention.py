@@ -1,5 +1,5 @@
-"""Attention of whole layers with the shapes that models have, for GPUs: keys in the thousands,
-decodes that are cut beside chunks of prompts. Needs no package but torch.
+"""Attention of whole layers in the shapes of real models, for GPUs: thousands of keys, decodes
+whose keys are split, beside chunks of prompts. Needs only torch.
 """
 
 import torch

@@ -7,7 +7,8 @@ import pytest
 
 
 def missing(what: str) -> NoReturn:
-    """Skips the running test, or fails it in CI. `what`: as in "no prometheus: make ..."."""
+    """Skips the running test, or fails it in CI. `what` names it and the remedy, as in "prometheus:
+    make ..."."""
     if os.environ.get("CI"):
         pytest.fail(f"no {what} (CI must have it)")
     pytest.skip(f"no {what}")

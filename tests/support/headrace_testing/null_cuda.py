@@ -1,7 +1,7 @@
 """Runs a Python program on a CUDA device that computes nothing: `tests/support/null_cuda`.
 
 torch and Triton find an H100; its kernels are compiled, loaded and launched, streams, events,
-captures and memory follow CUDA's rules, and what is read from it is zeros. By hand:
+captures and memory follow CUDA's rules, and all data read from it is zeros. By hand:
 
     PYTHONPATH=engine:common:tests/support python -m headrace_testing.null_cuda PROGRAM ...
 """
@@ -20,7 +20,7 @@ from pathlib import Path
 import torch
 
 SOURCES = Path(__file__).parents[1] / "null_cuda"
-# The library that Triton links its launcher against, and loads.
+# The library against which Triton links its launcher, and which it loads.
 LIBRARY = "libcuda.so.1"
 CUDA_MAJOR = "13"
 FLAGS = (
@@ -77,7 +77,8 @@ def build(folder: Path) -> Path:
 
 
 def _headers() -> list[Path]:
-    """Folders with CUDA's headers: of the runtime that torch was installed with, then of Triton.
+    """Folders with CUDA's headers: those of the runtime that torch was installed with, then those
+    of Triton.
 
     Triton's may be of another version, so they are used only for headers that the first lacks.
     """

@@ -1,6 +1,5 @@
-"""Programs on the null CUDA device that are forked from one process, which has imported torch: that
-takes longer than some of them run.
-"""
+"""Programs on the null CUDA device that are forked from one process that has imported torch,
+because the import takes longer than some of them run."""
 
 import importlib
 import json

@@ -1,5 +1,5 @@
-"""Scenes of test_null_cuda on the null CUDA device: every branch of the engine that only a GPU
-takes. Prints a line of JSON for each scene; must be started by `null_cuda`.
+"""Scenes of test_null_cuda on the null CUDA device: every branch of the engine that needs a GPU.
+Prints a line of JSON for each scene; must be started by `null_cuda`.
 """
 
 import gc
@@ -138,7 +138,7 @@ class Scenes:
         return {"refused": refused, "accepted": accepted}
 
     def races(self) -> Facts:
-        """Pinned memory that is written before it was read, or read before it is written."""
+        """Writes pinned memory before it was read, and reads it before it is written."""
         pinned = torch.arange(64).pin_memory()
         moved = pinned.to("cuda", non_blocking=True)
         pinned.zero_()
@@ -344,7 +344,10 @@ def _clean_up() -> None:
 
 
 def run(names: Sequence[str]) -> None:
-    """Prints for each scene its facts, or its error, and the objects that it has not freed."""
+    """Runs the scenes.
+
+    Prints the facts or the error of each scene, and the objects that it has not freed.
+    """
     device = NullDevice()
     with tempfile.TemporaryDirectory() as folder:
         scenes = Scenes(Path(folder), device)

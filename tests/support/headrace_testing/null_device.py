@@ -1,4 +1,5 @@
-"""The null CUDA device as a program sees it that runs on it: what was called, what is wrong.
+"""The null CUDA device as seen by a program that runs on it: what was called, and which rules were
+broken.
 
 Only for processes that `null_cuda` started.
 """
@@ -10,7 +11,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 _OnSync = ctypes.CFUNCTYPE(None, ctypes.c_char_p, ctypes.c_uint64)
-# The frames of a stack that are reported.
+# The number of a stack's frames that are reported.
 FRAMES = 6
 
 
@@ -42,7 +43,7 @@ class NullDevice:
         return self._text("null_cuda_complaints").splitlines()
 
     def answer(self, word: int) -> None:
-        """Sets what each eight bytes are that come from the device."""
+        """Sets the eight bytes that all reads from the device repeat."""
         self._library.null_cuda_set_answer(word)
 
     @contextmanager

@@ -10,7 +10,10 @@ from .threaded_server import ScriptedHandler, ThreadedServer
 
 @dataclass(frozen=True)
 class Answer:
-    """`stalls`: after its pieces it says nothing more until the client hangs up."""
+    """An answer.
+
+    If it `stalls`, it sends nothing more after its pieces until the client hangs up.
+    """
 
     pieces: tuple[str, ...] = ()
     reasoning: tuple[str, ...] = ()
@@ -28,7 +31,7 @@ class Recorded:
 
 
 class OpenAIServer(ThreadedServer):
-    """Answers POST /v1/chat/completions with `answers` in turn; `requests` holds what came."""
+    """Answers POST /v1/chat/completions with `answers` in turn; `requests` records them."""
 
     def __init__(self, *answers: Answer, model: str = "scripted") -> None:
         self.answers = list(answers)

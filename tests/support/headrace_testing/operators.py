@@ -81,7 +81,7 @@ class Scene:
         self.shown[model] = decision
 
     def forget(self, key: tuple[str, str]) -> None:
-        """A scene remembers nothing of a ModelService."""
+        """Does nothing: a scene remembers nothing of a ModelService."""
 
 
 @dataclass(slots=True)

@@ -1,4 +1,4 @@
-"""Whether a process still runs, for tests that look after other processes' children."""
+"""Tells whether a process still runs, for tests of other processes' children."""
 
 from pathlib import Path
 

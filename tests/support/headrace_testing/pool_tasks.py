@@ -14,20 +14,20 @@ def pid() -> int:
 
 
 def spin(marker: str) -> None:
-    """Uses its processor without end."""
+    """Keeps its processor busy without end."""
     Path(marker).write_text(str(os.getpid()))
     while True:
         pass
 
 
 def wait(marker: str) -> None:
-    """Does nothing without end."""
+    """Sleeps without end."""
     Path(marker).write_text(str(os.getpid()))
     time.sleep(3600)
 
 
 def wait_once(marker: str) -> str:
-    """Does nothing without end where `marker` is not there yet."""
+    """Sleeps without end unless the file `marker` exists."""
     if not Path(marker).exists():
         wait(marker)
     return "well"

@@ -16,7 +16,7 @@ START_TIMEOUT_S = 200.0
 
 
 class Running(Protocol):
-    """A process that was started: what subprocess.Popen has of it."""
+    """A started process: the part of subprocess.Popen that is used."""
 
     @property
     def pid(self) -> int: ...
@@ -28,7 +28,7 @@ class Running(Protocol):
     def send_signal(self, sig: int) -> None: ...
 
 
-# Module, arguments, file of its output, its whole environment.
+# The module, its arguments, the file for its output, its whole environment.
 Starter = Callable[[str, Sequence[str], Path, Mapping[str, str]], Running]
 
 
@@ -39,7 +39,7 @@ def start_program(
     env: Mapping[str, str],
     python: str = sys.executable,
 ) -> Running:
-    """`python -m module arguments`."""
+    """Starts `python -m module arguments`."""
     with log.open("ab") as out:
         return subprocess.Popen(
             [python, "-m", module, *arguments],
@@ -53,8 +53,8 @@ def start_program(
 def until(condition: Callable[[], bool], what: str, timeout_s: float = START_TIMEOUT_S) -> None:
     """Waits until a condition holds; fails the test with `what` after a generous limit.
 
-    A condition that takes long is asked less often, so that the processes that it waits for have
-    the processors.
+    A slow condition is checked less often, to leave the processors to the processes that it waits
+    for.
     """
     deadline = time.monotonic() + timeout_s
     begun = time.monotonic()
@@ -69,7 +69,7 @@ def until(condition: Callable[[], bool], what: str, timeout_s: float = START_TIM
 class HeadraceProcess:
     """One `python -m MODULE ARGUMENTS`, its log in a file; killed when the block ends.
 
-    `env` is laid over our own environment.
+    `env` extends our own environment.
     """
 
     def __init__(
@@ -122,7 +122,7 @@ class HeadraceProcess:
         return [json.loads(line) for line in lines if line.startswith("{")]
 
     def logged(self, message: str) -> dict[str, object] | None:
-        """The first JSON log line with this message; fails the test where the process has died."""
+        """The first JSON log line with this message; fails the test if the process has died."""
         for entry in self.log_entries():
             if entry.get("message") == message:
                 return entry

@@ -1,4 +1,4 @@
-"""A real Prometheus for tests, with the chart's rules; and Redis' exporter.
+"""A real Prometheus for tests, with the chart's rules, and the exporter of Redis.
 
 Debian packages: prometheus (with promtool) and prometheus-redis-exporter.
 """
@@ -27,7 +27,7 @@ REDIS_EXPORTER = "prometheus-redis-exporter"
 
 
 def require_program(name: str) -> str:
-    """Where a program is; skips the test without it, or fails it in CI."""
+    """The path of a program; skips the test without it, or fails it in CI."""
     if found := shutil.which(name):
         return found
     missing(f"{name}: make system-packages")
@@ -79,7 +79,7 @@ class Target:
 
 
 class PrometheusServer(Program):
-    """Scrapes targets on 127.0.0.1 each second and evaluates rules as often."""
+    """Scrapes targets on 127.0.0.1 each second and evaluates rules each second."""
 
     def __init__(self, folder: Path, targets: Sequence[Target], rules: Sequence[Path] = ()) -> None:
         self.port = free_port()
@@ -122,7 +122,7 @@ class PrometheusServer(Program):
         try:
             with urllib.request.urlopen(f"http://127.0.0.1:{self.port}/-/ready", timeout=5):
                 return True
-        except OSError:  # 503 too, while it reads its storage
+        except OSError:  # also 503, while it reads its storage
             return False
 
 

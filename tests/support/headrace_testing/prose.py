@@ -2,8 +2,8 @@
 
     python -m headrace_testing.prose [FILE ...]
 
-proselint finds phrasings, the project's and its own. Code is not prose, whether in blocks or in
-backticks.
+proselint finds phrasings: those of its own checks and those listed in prose.toml. Code is not
+prose, whether in blocks or in backticks.
 """
 
 import ast

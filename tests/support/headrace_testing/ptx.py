@@ -1,4 +1,4 @@
-"""Enough of PTX to run what the engine's kernels have of it, on numpy's registers."""
+"""Simulates with numpy the PTX instructions that the engine's inline assembly uses."""
 
 from collections.abc import Callable, Sequence
 

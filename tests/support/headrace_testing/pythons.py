@@ -18,7 +18,8 @@ from xml.etree import ElementTree
 
 ROOT = Path(__file__).parents[3]
 VERSIONS = "3.11", "3.12", "3.13", "3.14"
-# Event loop, TLS, processes, annotations, ctypes, how Triton reads Python, and end-to-end tests.
+# Tests of the event loop, TLS, processes, annotations, ctypes, Triton's parsing of Python, and
+# end-to-end tests.
 TESTS = (
     *("test_common", "test_gateway", "test_operator", "test_cli", "test_make.py", "test_skips.py"),
     "test_engine/kernels/test_kernels.py",
@@ -137,7 +138,7 @@ def steps(environment: str, python: str) -> tuple[list[str], list[str]]:
 
 
 def read(report: Path) -> Result | str:
-    """Reads a report of pytest; a run that was cut short leaves none."""
+    """Reads a report of pytest; an interrupted run leaves none."""
     if not report.exists():
         return "pytest ended without a report"
     (suite,) = ElementTree.parse(report).getroot()

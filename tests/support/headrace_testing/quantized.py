@@ -1,6 +1,6 @@
 """Quantised checkpoints, and the same checkpoints with dequantised weights.
 
-Numbers are packed one by one, as the formats are described. Shares no code with the engine.
+Numbers are packed one by one, following the formats' descriptions. Shares no code with the engine.
 """
 
 import json
@@ -38,7 +38,8 @@ class QuantizedMatrix:
 
 @dataclass(frozen=True, slots=True)
 class Format:
-    """A format. `round` quantises a weight; `pack` returns a module's tensors by their suffixes."""
+    """A quantisation format. `round` quantises a weight; `pack` returns a module's tensors by their
+    suffixes."""
 
     config: dict[str, Any]
     round: Callable[[torch.Tensor], QuantizedMatrix]
@@ -46,7 +47,8 @@ class Format:
 
 
 def save_quantized(folder: Path, name: str, form: Format, **changes: Any) -> tuple[Path, Path]:
-    """Returns the folders of a quantised checkpoint and of the same with dequantised weights.
+    """Returns the folders of a quantised checkpoint and of the same checkpoint with dequantised
+    weights.
 
     Routers and heads are not quantised.
     """

@@ -15,7 +15,7 @@ from headrace_testing.backends import MODEL, Backend, make_request, make_status
 
 LIMITS = QueueLimits()
 
-# All holds in the last of several shards as well as in an only one.
+# The contract must hold in the last of several shards as well as in the only shard.
 ON_ALL_BACKENDS = [
     pytest.mark.parametrize(
         "backend",

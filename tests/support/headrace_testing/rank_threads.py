@@ -1,4 +1,5 @@
-"""Ranks in threads of this process: real weights, real collectives, no process to start."""
+"""Ranks in threads of this process: with real weights and real collectives, and no processes to
+start."""
 
 from contextlib import suppress
 from multiprocessing import Pipe
@@ -12,7 +13,7 @@ LIMIT_S = 60.0
 
 
 class RankThread:
-    """A launcher of the engine's: `ModelRunner(config, launch=RankThread)`."""
+    """Starts ranks as threads: `ModelRunner(config, launch=RankThread)`."""
 
     def __init__(self, rank: int, size: int, on_end: OnEnd) -> None:
         self.rank, self._size, self._on_end = rank, size, on_end
@@ -21,7 +22,7 @@ class RankThread:
         self._thread.start()
 
     def end(self, timeout: float) -> None:
-        """A thread cannot be killed: its connection is closed, and it must end by itself."""
+        """Closes the thread's connection. A thread cannot be killed, so it must end by itself."""
         self._thread.join(timeout)
         self.commands.close()
         self._thread.join(LIMIT_S)

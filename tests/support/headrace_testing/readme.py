@@ -1,4 +1,4 @@
-"""The README's commands, as printed."""
+"""The commands in the README, as they are printed."""
 
 import re
 from pathlib import Path
@@ -7,7 +7,7 @@ ROOT = Path(__file__).parents[3]
 
 
 def block(language: str, word: str) -> str:
-    """The one code block of the README that has this word."""
+    """The only code block of the README that contains this word."""
     blocks = re.findall(rf"^```{language}\n(.*?)^```", _text(), re.MULTILINE | re.DOTALL)
     (found,) = [text for text in blocks if word in text]
     return str(found)

@@ -8,7 +8,7 @@ from headrace_engine.cuda_graphs.capture import Run
 
 
 class PaddedReference(ReferenceBackend):
-    """The reference backend, but it skips padding, as backends of recorded steps must."""
+    """The reference backend, extended to skip padding, as backends of recorded steps must."""
 
     skips_padding = True
 
@@ -40,7 +40,7 @@ class PaddedReference(ReferenceBackend):
 
 
 class CountedReference(PaddedReference):
-    """Recorded steps may have prompts."""
+    """A reference backend whose recorded steps may have prompts."""
 
     counts_decodes = True
 

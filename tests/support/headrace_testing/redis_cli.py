@@ -1,7 +1,7 @@
-"""A stand-in for valkey-cli where only the server is installed: one command, printed as to a pipe.
+"""A stand-in for valkey-cli if only the server is installed: runs one command, prints as to a pipe.
 
-Runs as a program without any package, since scripts run it many times; `socket` alone would take
-twice as long to import as the interpreter takes to start, so this uses the module below it.
+The chart's scripts run it many times, so it must start fast. It imports no package, and uses the C
+module `_socket`: importing `socket` takes twice as long as the interpreter takes to start.
 """
 
 import _socket
@@ -10,7 +10,7 @@ import sys
 
 
 def main(arguments: list[str]) -> int:
-    """Options as valkey-cli has them, then the command."""
+    """Parses valkey-cli's options and the command, and runs it."""
     options = {"-h": "127.0.0.1", "-p": "6379", "--user": "default"}
     while arguments and arguments[0] in options:
         options[arguments[0]] = arguments[1]
@@ -28,7 +28,7 @@ def main(arguments: list[str]) -> int:
 
 
 class _Connection:
-    """One connection, which ends with the program."""
+    """A connection, which is closed when the program ends."""
 
     def __init__(self) -> None:
         self._socket = _socket.socket(_socket.AF_INET, _socket.SOCK_STREAM)

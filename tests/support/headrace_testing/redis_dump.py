@@ -1,4 +1,4 @@
-"""All bytes that lie in a Redis, and a search in them for prompts and answers."""
+"""All bytes in a Redis, and a search for prompts and answers in them."""
 
 import re
 from array import array
@@ -11,23 +11,23 @@ import msgpack
 from headrace_common.protocol.redis.client.client import RedisClient
 from headrace_common.wire.messages import pack_tokens
 
-WINDOW = 6  # tokens of a row: fewer could be there by chance
+WINDOW = 6  # tokens in a row: fewer could occur by chance
 
 
 @dataclass(frozen=True, slots=True)
 class Dump:
-    """Contents by where they are."""
+    """Stored bytes by their places."""
 
     contents: Sequence[tuple[str, bytes]]
 
     def finds(self, content: str | Sequence[int]) -> list[str]:
-        """Where a text, or a row of token ids, is."""
+        """The places of a text, or of a row of token ids."""
         wanted = forms(content)
         return [where for where, data in self.contents if any(form in data for form in wanted)]
 
 
 def forms(content: str | Sequence[int], length: int = WINDOW) -> list[bytes]:
-    """A text or the first `length` token ids, as they could lie somewhere."""
+    """The encodings in which a text, or the first `length` token ids, could be stored."""
     if isinstance(content, str):
         return [content.encode(), repr(content)[1:-1].encode()]
     row = list(content[:length])

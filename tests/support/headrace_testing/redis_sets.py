@@ -21,7 +21,7 @@ def _until(condition: Callable[[], bool], what: str) -> None:
             if condition():
                 return
         except redis.RedisError:
-            pass  # not up yet, or between two states
+            pass  # not started yet, or between two states
         if time.monotonic() > deadline:
             raise AssertionError(f"not within {_LIMIT_S:.0f} s: {what}")
         time.sleep(0.01)
@@ -76,7 +76,7 @@ class SentinelSet:
             self._sentinel = subprocess.Popen(command, stdout=log, stderr=log)
 
     def fail_over(self) -> None:
-        """Demotes the master, which stays reachable. Sentinel itself would do so 10 s later."""
+        """Demotes the master, which stays reachable. Sentinel itself would do it 10 s later."""
         _until(self._begin_failover, "the replica to be fit for a failover")
         self.until_promoted()
         ask(self.master.port, "REPLICAOF", "127.0.0.1", self.replica.port)
@@ -108,7 +108,7 @@ class SentinelSet:
 class GuardedSentinelSet(SentinelSet):
     """Masters that accept writes only while they have a replica.
 
-    A second replica, which is never promoted, is the replica of a new master.
+    A second replica is never promoted, so that a new master has a replica too.
     """
 
     def __init__(self, folder: Path, down_after_s: float = 1.0) -> None:
@@ -191,7 +191,7 @@ class ClusterSet:
 
     @staticmethod
     def owners(node: ValkeyServer) -> list[int]:
-        """Ports of the masters in the order of their slots, as a node sees them."""
+        """The ports of the masters in the order of their slots, as one node reports them."""
         return [part[2][1] for part in sorted(_slots(node))]
 
     def owner(self, slot: int) -> ValkeyServer:

@@ -18,7 +18,7 @@ FILES = {"config.json": b"{}"}
 
 
 def server_with_users(folder: Path) -> ValkeyServer:
-    """Makes a server, and does not start it. All users have the same PASSWORD."""
+    """A server that is not started yet. All users have the same PASSWORD."""
     folder.mkdir(parents=True, exist_ok=True)
     users = [*map(role_line, ROLES), *map(model_line, (MODEL, OTHER))]
     lines = ["user default on nopass ~* &* +@all", *(f"{user} >{PASSWORD}" for user in users)]

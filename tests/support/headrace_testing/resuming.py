@@ -10,7 +10,7 @@ from typing import Any
 import httpx
 
 Event = Mapping[str, Any]
-# Paths with the bodies to send.
+# Paths, and the bodies to send to them.
 Bodies = Sequence[tuple[str, Mapping[str, Any]]]
 
 
@@ -47,7 +47,8 @@ def content(body: Mapping[str, Any]) -> Event:
     """The content of an event, without the fields that differ between two requests."""
     event = {name: value for name, value in body.items() if name not in ("id", "created")}
     if event.get("usage"):
-        event["usage"] = {**event["usage"], "prompt_tokens_details": None}  # the cache is warm now
+        # the cache is warm from here on
+        event["usage"] = {**event["usage"], "prompt_tokens_details": None}
     return event
 
 
@@ -66,7 +67,7 @@ async def read(
 
 
 class Returning:
-    """A client that knows several gateways. After each break it continues at the next gateway."""
+    """A client that knows several gateways. After each break it continues at the next one."""
 
     def __init__(
         self, client: httpx.AsyncClient, urls: Sequence[str], seen: Callable[[ReceivedStream], None]
@@ -105,7 +106,7 @@ class Returning:
 async def stream_all(
     urls: Sequence[str], wanted: Bodies, disturb: Callable[[], None] | None = None
 ) -> list[ReceivedStream]:
-    """All streams at once; calls `disturb` in a thread once all have begun."""
+    """Reads all streams at once; calls `disturb` in a thread when all have begun."""
     begun: set[int] = set()
     enough = asyncio.Event()
 

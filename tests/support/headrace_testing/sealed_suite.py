@@ -29,13 +29,13 @@ def wanted() -> bool:
 
 
 def keys_of_the_suite() -> Keyring | None:
-    """The suite's keys, for tests that act as a gateway; None if nothing is sealed."""
+    """The suite's keys, for tests that act as a gateway; None without sealing."""
     path = os.environ.get(_SETTINGS[0])
     return None if path is None else read_keyring(Path(path).read_bytes())
 
 
 def suite(request: pytest.FixtureRequest, folder: Path) -> Iterator[None]:
-    """The body of a session's fixture: seals the queue of the tests if this run asks for it."""
+    """The body of a session-scoped fixture, which seals the queue of all tests if asked to."""
     if not wanted() or keys_of_the_suite() is not None:  # one suite seals for all in a session
         yield
         return
@@ -52,7 +52,7 @@ def suite(request: pytest.FixtureRequest, folder: Path) -> Iterator[None]:
 
 @contextmanager
 def sealed(folder: Path, findings: Findings) -> Iterator[None]:
-    """Programs that are started in this block seal; `folder` is searched when it ends."""
+    """Seals all data of programs started in this block; `folder` is searched when it ends."""
     path = folder / "keyring"
     path.write_text(write_keyring([new_key()]))
     with _environment(dict.fromkeys(_SETTINGS, str(path))):

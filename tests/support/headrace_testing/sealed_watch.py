@@ -1,4 +1,6 @@
-"""A process beside a suite with sealing on: `python -m` this module, FOLDER KEYRING PID.
+"""Searches for plain prompts and answers while a test suite runs with sealing. Runs as a separate
+process, since tests measure their own: `python -m headrace_testing.sealed_watch FOLDER KEYRING
+PID`.
 
 Looks for what was said in the memory of the queue servers below the process PID, and when its input
 ends, in all append-only files below FOLDER; then it prints its Findings as JSON. A process of its
@@ -18,7 +20,7 @@ import psutil
 from headrace_common.errors import MessageError
 from headrace_common.sealing.keyring import Keyring, read_keyring
 
-from .said import Said, append_only_files, found_in
+from .sealed_texts import SealedTexts, append_only_files, found_in
 
 SERVERS = ("valkey-server", "redis-server")
 EVERY_S = 10.0
@@ -27,8 +29,11 @@ AROUND = 100  # bytes that are shown before and after a finding
 
 @dataclass
 class Findings:
-    """`needles`: how much was searched for; `looks`: how often in memory, `files`: in how many
-    append-only files; `opened`: how many values were opened."""
+    """The result of the search.
+
+    `needles` were searched for, `looks` times in memory and in `files` append-only files; `opened`
+    is the number of opened values.
+    """
 
     problems: list[str] = field(default_factory=list)
     needles: int = 0
@@ -44,34 +49,34 @@ class Findings:
 
 
 class Watch:
-    """Reads the append-only files of a folder as they grow, and searches for what they say."""
+    """Reads the append-only files of a folder as they grow, and searches for the texts in them."""
 
     def __init__(self, folder: Path, keyring: Keyring) -> None:
         self._folder = folder
-        self._said = Said(keyring)
+        self._texts = SealedTexts(keyring)
         self._ends: dict[Path, int] = {}
         self._told: set[object] = set()
         self.findings = Findings()
 
     def search_memory(self, parent: int) -> None:
-        """Looks once into each server of `parent` that has its data in the folder."""
+        """Searches the memory of each server of `parent` that has its data in the folder, once."""
         self._read()
-        needles = self._said.needles()
+        needles = self._texts.needles()
         for process in servers(parent, self._folder):
             memory = memory_of(process.pid)
             self.findings.looks += bool(memory)
             self._search(f"the memory of {process.pid}", memory, needles)
 
     def search_files(self) -> None:
-        """Searches every append-only file for all that was ever said."""
+        """Searches every append-only file for all texts that were ever written."""
         self._read()
-        needles, files = self._said.needles(), append_only_files(self._folder)
+        needles, files = self._texts.needles(), append_only_files(self._folder)
         findings = self.findings
         for path in files:
             self._search(str(path), path.read_bytes(), needles)
-        findings.problems += [f"not sealed: {one}" for one in sorted(self._said.plain)]
+        findings.problems += [f"not sealed: {one}" for one in sorted(self._texts.plain)]
         findings.needles, findings.files = len(needles), len(files)
-        findings.opened = sum(self._said.opened.values())
+        findings.opened = sum(self._texts.opened.values())
 
     def _search(self, place: str, data: bytes, needles: Mapping[bytes, str]) -> None:
         for needle in found_in(data, needles):
@@ -82,7 +87,7 @@ class Watch:
             )
 
     def _problem(self, mark: object, text: str) -> None:
-        """Memory is searched again and again: each finding is told once."""
+        """Adds a finding once: memory is searched repeatedly."""
         if mark not in self._told:
             self._told.add(mark)
             self.findings.problems.append(text)
@@ -90,9 +95,9 @@ class Watch:
     def _read(self) -> None:
         for path in append_only_files(self._folder):
             data, end = path.read_bytes(), self._ends.get(path, 0)
-            end = 0 if len(data) < end else end  # it was put back
+            end = 0 if len(data) < end else end  # the file was rolled back
             try:
-                self._ends[path] = end + self._said.read(data[end:])
+                self._ends[path] = end + self._texts.read(data[end:])
             except MessageError as error:
                 self.findings.problems.append(f"{path}: {error}")
                 self._ends[path] = len(data)
@@ -114,7 +119,7 @@ def _servers(parent: int, folder: Path) -> Iterator[psutil.Process]:
 
 
 def memory_of(pid: int) -> bytes:
-    """The written memory of a process; empty once it has ended."""
+    """The writable memory of a process; empty once it has ended."""
     parts = []
     try:
         maps = Path(f"/proc/{pid}/maps").read_text().splitlines()

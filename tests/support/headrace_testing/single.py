@@ -1,4 +1,4 @@
-"""One engine behind one gateway, with traces collected and short patience for slow clients."""
+"""One engine behind one gateway, with collected traces and a short patience for slow clients."""
 
 import resource
 import socket
@@ -13,7 +13,7 @@ from .stack import MODEL, Stack
 from .telemetry import Collector
 
 CONTEXT = 16_384
-# A request that would take many seconds, so that an early end is no coincidence.
+# A request that would take many seconds, so that an early end is not a coincidence.
 LONG = 12_000
 MAX_CONNECTIONS = 1200
 FILES = 8192
@@ -26,7 +26,7 @@ OTEL_ENV = {"OTEL_BSP_SCHEDULE_DELAY": "100", "OTEL_METRICS_EXPORTER": "none"}
 
 
 class SingleStack(Stack):
-    """Its processes start at once; `until_ready` waits for them."""
+    """One engine and one gateway. The processes start at once; `until_ready` waits for them."""
 
     def __init__(self, checkpoint: Path, folder: Path, collector: Collector) -> None:
         _allow_files(FILES)
@@ -51,7 +51,7 @@ class SingleStack(Stack):
         return self._http.post(path, content=content, headers=given)
 
     def complete(self, headers: Mapping[str, str] | None = None, **fields: Any) -> httpx.Response:
-        """A completion of a few tokens, or what `fields` ask for."""
+        """Requests a completion of a few tokens, or what `fields` ask for."""
         body = {"model": MODEL, "prompt": [5, 6, 7], "max_tokens": 4, "temperature": 0, **fields}
         return self._http.post("/v1/completions", json=body, headers=headers)
 
@@ -62,7 +62,7 @@ class SingleStack(Stack):
         return self.engine.metric("headrace_engine_requests", 'state="running"')
 
     def output_tokens(self) -> float:
-        """All that the engine has ever made."""
+        """The number of output tokens that the engine has ever made."""
         return self.engine.metric("headrace_engine_tokens_total", 'type="output"')
 
     def until_clean(self) -> None:

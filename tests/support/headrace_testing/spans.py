@@ -12,7 +12,10 @@ TRACES = "/v1/traces"
 
 @dataclass(frozen=True, slots=True)
 class ExportedSpan:
-    """Ids in hexadecimal, times in Unix nanoseconds; a root's `parent_id` is empty."""
+    """An exported span.
+
+    Ids are hexadecimal, times Unix nanoseconds; a root's `parent_id` is empty.
+    """
 
     name: str
     service: str
@@ -25,7 +28,7 @@ class ExportedSpan:
 
 
 def exported(collector: Collector, trace_id: str) -> dict[str, ExportedSpan]:
-    """The spans of one trace that have come so far, by name; no name may come twice."""
+    """The spans of one trace that have arrived so far, by name; names must be unique."""
     found: dict[str, ExportedSpan] = {}
     for body in list(collector.bodies.get(TRACES, [])):
         for span in _decode(body):

@@ -38,7 +38,7 @@ class EngineProcess(HeadraceProcess):
         super().__init__("headrace_engine", arguments, log, env, start)
 
     def metric(self, name: str, labels: str = "") -> float:
-        """Sum of a metric's samples whose labels hold the text `labels`."""
+        """The sum of a metric's samples whose labels contain the text `labels`."""
         url = f"http://127.0.0.1:{self.metrics_port}/metrics"
         with urllib.request.urlopen(url, timeout=30) as answer:
             text = answer.read().decode()
@@ -49,7 +49,7 @@ class EngineProcess(HeadraceProcess):
 
     @property
     def idle(self) -> bool:
-        """No sequence and no used KV block."""
+        """Whether there is no sequence and no used KV block."""
         return (
             self.metric("headrace_engine_requests") == 0
             and self.metric("headrace_engine_kv_blocks", 'state="used"') == 0
@@ -89,7 +89,7 @@ class GatewayProcess(HeadraceProcess):
 
 
 class RedisServers(Protocol):
-    """One server, or several that work together, not yet started."""
+    """One Redis server, or several that work together, not yet started."""
 
     @property
     def url(self) -> str: ...

@@ -1,8 +1,8 @@
 """Small programs that `headrace up` may run in place of the real engine and gateway.
 
 They are real processes with real sockets: they answer health checks, drain on SIGTERM and fail on
-request (STAND_IN_FAIL=engine: it does not start; STAND_IN_STUCK=engine: it does not drain). What
-they say goes to their log as JSON lines.
+request (STAND_IN_FAIL=engine: it does not start; STAND_IN_STUCK=engine: it does not drain). Their
+log consists of JSON lines.
 """
 
 from importlib import import_module

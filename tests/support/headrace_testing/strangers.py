@@ -1,4 +1,5 @@
-"""Attempts of a stranger in Redis: every command of the server on every key of the protocol."""
+"""Attempts of an engine to use other models' data in Redis: every command of the server on every
+key of the protocol."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -8,7 +9,7 @@ from headrace_common.protocol.redis.users import KEYS, KeyRule, KeyScope
 from headrace_common.wire import keys
 from headrace_common.wire.keys import ShardKeys
 
-# Commands whose keys are not at a fixed place.
+# Commands whose keys have no fixed position.
 ELSEWHERE: dict[str, tuple[str, ...]] = {
     "eval": ("return 1", "1", "KEY"),
     "eval_ro": ("return 1", "1", "KEY"),
@@ -32,7 +33,7 @@ ELSEWHERE: dict[str, tuple[str, ...]] = {
 
 
 def names_of(rule: KeyRule, name: str) -> Iterator[str]:
-    """Keys of one line of the table: another model's, and those without one."""
+    """The keys for one row of the table: those of another model, and those without a model."""
     if rule.place in (KeyScope.SHARD, KeyScope.IN_SHARD):
         rest = ":x" if rule.place is KeyScope.IN_SHARD else ""
         yield from (f"{rule.prefix}:{ShardKeys(name, n).tag}{rest}" for n in (0, 1, 47))
@@ -80,5 +81,5 @@ def all_tries(commands_: list[tuple[str, ...]], names: list[str]) -> list[Comman
 
 
 def keys_of(name: str) -> list[str]:
-    """Keys of a model, of gateways and of tenants, of each kind that the table has."""
+    """Keys of a model, of gateways and of tenants: one of each kind in the table."""
     return [key for rule in KEYS for key in names_of(rule, name)]

@@ -22,7 +22,8 @@ class Received:
 
 
 class Crowd:
-    """One streaming completion a case, spread over gateways; `received` grows meanwhile."""
+    """Streaming completions, one for each case, spread over gateways; `received` grows
+    meanwhile."""
 
     def __init__(self, urls: Sequence[str], cases: Sequence[GreedyCase]) -> None:
         self._urls = urls
@@ -58,7 +59,7 @@ class Crowd:
                     _take(received, json.loads(line[6:]))
 
     def mistakes(self) -> list[str]:
-        """One line for each stream that is not exactly its undisturbed run."""
+        """A line for each stream that differs from its undisturbed run."""
         return [
             f"stream {number}: {problem}"
             for number, (case, got) in enumerate(zip(self._cases, self.received, strict=True))

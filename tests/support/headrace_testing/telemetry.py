@@ -1,4 +1,4 @@
-"""Telemetry for tests: a fake OTLP collector, spans in memory, and a look at a metrics port."""
+"""Telemetry for tests: a fake OTLP collector, spans in memory, and the parsed metrics page."""
 
 import threading
 from collections.abc import Iterator
@@ -31,7 +31,7 @@ class SpanMemory:
 
 @dataclass(slots=True)
 class Collector:
-    """Bodies that were posted, by path."""
+    """The posted bodies by path."""
 
     url: str
     bodies: dict[str, list[bytes]] = field(default_factory=dict)
@@ -39,7 +39,7 @@ class Collector:
 
 @contextmanager
 def otlp_collector() -> Iterator[Collector]:
-    """An OTLP/HTTP collector on loopback that keeps what it gets."""
+    """An OTLP/HTTP collector on loopback that keeps all that it receives."""
 
     class Handler(BaseHTTPRequestHandler):
         def do_POST(self) -> None:
@@ -71,7 +71,7 @@ def scrape(url: str) -> dict[str, Metric]:
 
 
 def value(families: dict[str, Metric], name: str, **labels: str) -> float:
-    """The one sample called `name` that has these labels."""
+    """The only sample called `name` that has these labels."""
     found = [
         sample.value
         for family in families.values()

@@ -39,7 +39,7 @@ class TerminalProcess:
 
     @property
     def raw(self) -> str:
-        """All that was written, as it was."""
+        """The written bytes, unchanged."""
         return self._bytes.decode(errors="replace")
 
     @property
@@ -51,7 +51,7 @@ class TerminalProcess:
         os.write(self._ours, keys.encode())
 
     def until(self, text: str) -> None:
-        """Waits until this text was written."""
+        """Waits until this text appears."""
         until(lambda: text in self.text or self._popen.poll() is not None, f"{text!r}")
         assert text in self.text, self.text
 
@@ -59,7 +59,7 @@ class TerminalProcess:
         self._popen.send_signal(signal.SIGINT)
 
     def wait(self) -> int:
-        """The exit status once it has ended, with everything that it wrote read."""
+        """Waits for the end, reads all output, and returns the exit status."""
         code = self._popen.wait(60)
         self._reader.join(60)
         return code

@@ -50,4 +50,4 @@ class ScriptedHandler(BaseHTTPRequestHandler, Generic[Script]):
         return self.server.script  # type: ignore[attr-defined,no-any-return]  # it is a _Server
 
     def log_message(self, format: str, *args: object) -> None:
-        """Says nothing."""
+        """Logs nothing."""

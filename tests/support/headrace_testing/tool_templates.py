@@ -1,4 +1,4 @@
-"""Small chat templates with tools and reasoning, in the manner of the well-known ones."""
+"""Small chat templates with tools and reasoning, modelled on well-known ones."""
 
 CHATML_WITH_TOOLS = (
     "{% if tools %}{{ '<|im_start|>system\\nTools:' }}{% for tool in tools %}"

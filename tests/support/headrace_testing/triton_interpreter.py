@@ -1,9 +1,9 @@
 """Adds to Triton's interpreter, for tests of kernels on CPU tensors: correct bfloat16, and products
 whose sums have one order.
 
-It holds bfloat16 numbers as integers, rounds towards zero where GPUs round to the nearest, and
-would multiply the integers. It multiplies tiles with the BLAS of the host: on some CPUs the bits of
-a row then depend on the number of rows, whatever the kernel does.
+The interpreter represents bfloat16 numbers by integers, rounds towards zero where GPUs round to the
+nearest, and would multiply the integers. It multiplies tiles with the BLAS of the host: on some
+CPUs the bits of a row then depend on the number of rows, whatever the kernel does.
 """
 
 from functools import cache
@@ -21,7 +21,7 @@ Numbers = npt.NDArray[Any]
 
 
 def correct_arithmetic(patch: pytest.MonkeyPatch) -> None:
-    """Conversions from float32, and products of tiles, as a GPU computes them."""
+    """Makes the interpreter convert from float32 and multiply tiles as a GPU does."""
     cast_impl = Builder.cast_impl
 
     def cast(builder: Any, source: Any, kind: Any) -> Any:
@@ -35,14 +35,14 @@ def correct_arithmetic(patch: pytest.MonkeyPatch) -> None:
 
 def _dot(_: Any, a: Any, b: Any, added: Any, *precision: Any) -> Any:
     product = ordered_product(_numbers(a), _numbers(b), added.data.dtype)
-    # Summed apart, so that the depth of the tiles shows in the bits.
+    # Summed separately, so that the depth of the tiles affects the bits.
     return interpreter.TensorHandle(product + added.data, added.dtype.scalar)
 
 
 def ordered_product(a: Numbers, b: Numbers, dtype: npt.DTypeLike) -> Numbers:
     """[..., rows, inputs] by [..., inputs, columns]. The products of a row and a column are added
-    half to half until one is left, so that a number depends on that row, that column and the size
-    of the tiles alone."""
+    pairwise, one half to the other, until one is left, so that a number depends only on that row,
+    that column and the size of the tiles."""
     order = _order(*a.shape[-2:], b.shape[-1])
     columns = np.moveaxis(a.astype(dtype), -1, 0)[order]
     parts: Numbers = columns[..., None] * np.moveaxis(b.astype(dtype), -2, 0)[order][..., None, :]
@@ -63,8 +63,8 @@ def _order(rows: int, inputs: int, columns: int) -> npt.NDArray[np.intp]:
 
 
 def nearly_cancel(rows: torch.Tensor, weight: torch.Tensor) -> None:
-    """Changes rows [T, in] and weight [out, in] so that the order of sums shows in 16 bits: what
-    the second half of the inputs adds takes nearly all of the first half's away."""
+    """Changes rows [T, in] and weight [out, in] so that the order of sums affects 16-bit results:
+    the second half of the inputs nearly cancels the first half."""
     half, step = rows.shape[1] // 2, torch.finfo(rows.dtype).eps
     weight[:, half:] = weight[:, :half].flip(1)
     rows[:, half:] = -rows[:, :half].flip(1) * (1 + step)
@@ -82,7 +82,7 @@ def _numbers(tile: Any) -> Numbers:
 
 
 def _nearest(numbers: npt.NDArray[np.float32]) -> npt.NDArray[np.uint16]:
-    """The bits of finite numbers in bfloat16, halves to even."""
+    """The bits of finite numbers in bfloat16, rounded half to even."""
     bits = np.ascontiguousarray(numbers, dtype=np.float32).view(np.uint32)
     rounded: npt.NDArray[np.uint16] = ((bits + 0x7FFF + (bits >> 16 & 1)) >> 16).astype(np.uint16)
     return rounded

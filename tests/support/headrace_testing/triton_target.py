@@ -1,4 +1,4 @@
-"""A device that does not exist, for which Triton compiles: launches would fail."""
+"""A device that does not exist, but for which Triton compiles; launches would fail."""
 
 from typing import Any
 

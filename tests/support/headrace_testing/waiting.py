@@ -1,4 +1,4 @@
-"""Waiting in tests: for a condition with a generous limit, never for a time."""
+"""Waits in tests: for conditions, with a generous limit, and never for a fixed time."""
 
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable
@@ -18,7 +18,7 @@ async def eventually(condition: Callable[[], Awaitable[bool]], seconds: float = 
 
 
 async def first(stream: AsyncIterator[T], count: int, seconds: float = 30.0) -> list[T]:
-    """The next `count` items of an async generator, which is closed then. Raises TimeoutError."""
+    """The next `count` items of an async generator, which is then closed. Raises TimeoutError."""
     found: list[T] = []
     async with asyncio.timeout(seconds), aclosing(stream) as items:  # type: ignore[type-var]
         async for item in items:

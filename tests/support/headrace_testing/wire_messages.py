@@ -1,7 +1,7 @@
 """Messages between processes and their encoding, compared with records of earlier releases.
 
-`python -m headrace_testing.wire_messages FILE` records it, run with the release's own packages.
-A message of a new kind is added by name; one that was recorded is never changed.
+`python -m headrace_testing.wire_messages FILE`, run with a release's own packages, records its
+messages. A message of a new kind is added by name; a recorded one is never changed.
 """
 
 import json
@@ -157,7 +157,7 @@ FAILED = Failed(request_id=ID, attempt=2, failure=FailureCode.LOST, message="los
 
 @dataclass(frozen=True, slots=True)
 class Message:
-    """A message, and how it becomes bytes and is read again."""
+    """A message, and the functions that encode and decode it."""
 
     content: Any
     encode: Callable[[Any], bytes]

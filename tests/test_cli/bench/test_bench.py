@@ -1,4 +1,4 @@
-"""`headrace bench` against a small OpenAI server of this file's own, over real sockets."""
+"""`headrace bench` against a small OpenAI server in this file, over real sockets."""
 
 import asyncio
 import json
@@ -107,7 +107,7 @@ class TinyServer:
             if self.counts_tokens and body.get("return_token_ids"):
                 event |= {"token_ids": [number], "text": ""}
             data = _event({"choices": [event]})
-            # Cut in the middle: events do not end where packets do.
+            # Cut in the middle, because events do not end where packets do.
             writer.write(_chunk(data[:9]))
             await writer.drain()
             writer.write(_chunk(data[9:]))
@@ -162,7 +162,7 @@ async def test_a_run_counts_every_request_and_token(counts_tokens: bool) -> None
     assert result.ttft_s and result.itl_s and result.tpot_s and result.e2e_s
     assert result.ttft_s.p50 <= result.e2e_s.max
     assert 0 < result.in_flight <= 4
-    assert len(tiny.requests) == 13  # and one to probe
+    assert len(tiny.requests) == 13  # and one to probe the server
     assert tiny.requests[-1]["ignore_eos"] is True
 
 

@@ -129,7 +129,7 @@ def test_a_url_without_its_last_part_is_reported() -> None:
             command(url, "--once", "Hi"), capture_output=True, text=True, timeout=60
         )
 
-    assert done.stderr == f"error: {url} is no OpenAI API: the URL ends with /v1\n"
+    assert done.stderr == f"error: {url} is not an OpenAI API: the URL ends with /v1\n"
 
 
 def test_an_unreachable_server_is_reported() -> None:
@@ -192,7 +192,7 @@ def test_several_lines_are_one_message(tmp_path: Path) -> None:
 def test_the_arrow_keys_bring_back_what_was_typed_in_an_earlier_chat(tmp_path: Path) -> None:
     history = tmp_path / "headrace" / "chat_history"
     with OpenAIServer(HELLO, HELLO) as server:
-        for keys in ("Hello there\n", "\x1b[A\x1b[A\n"):  # in between is /exit
+        for keys in ("Hello there\n", "\x1b[A\x1b[A\n"):  # /exit was sent in between
             with on_a_terminal(server, tmp_path) as terminal:
                 terminal.until("> ")
                 terminal.enter(keys)

@@ -56,7 +56,7 @@ def waiting(server: ValkeyServer) -> list[str]:
 
 @pytest.fixture
 def poisoned(server: ValkeyServer) -> list[str]:
-    """Two requests that took their engines down."""
+    """Two requests that crashed their engines."""
 
     async def fill() -> list[str]:
         backend = OverRedis(server.url)

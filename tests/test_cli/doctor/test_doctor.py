@@ -37,7 +37,7 @@ def checkpoint(tmp_path: Path) -> Path:
 
 
 def safetensors(size: int) -> bytes:
-    """A file of one tensor."""
+    """A safetensors file with one tensor."""
     head = {"__metadata__": {}, "a": {"dtype": "U8", "shape": [size], "data_offsets": [0, size]}}
     header = json.dumps(head).encode()
     return len(header).to_bytes(8, "little") + header + bytes(size)
@@ -96,7 +96,7 @@ def test_weights_that_are_not_whole_are_reported(
     found = only(model.check(str(checkpoint)))
 
     assert found.level is Level.FAIL and message in found.detail
-    assert "again, whole" in found.remedy
+    assert "the whole checkpoint again" in found.remedy
 
 
 def test_pickled_weights_are_refused(checkpoint: Path) -> None:
@@ -116,7 +116,7 @@ def test_a_config_that_is_not_json_is_reported(checkpoint: Path) -> None:
 
 
 @pytest.mark.parametrize("path", ["/nowhere/model", "./nowhere", "../nowhere", "~/nowhere"])
-def test_a_missing_path_is_no_hub_id(path: str) -> None:
+def test_a_missing_path_is_not_a_hub_id(path: str) -> None:
     found = only(model.check(path))
 
     assert found.level is Level.FAIL
@@ -126,7 +126,7 @@ def test_a_missing_path_is_no_hub_id(path: str) -> None:
 @pytest.mark.parametrize(
     ("name", "remedy"), [("tiny.gguf", "engines do not read GGUF"), ("w.bin", "folder")]
 )
-def test_a_file_is_no_model(
+def test_a_file_is_not_a_model(
     name: str, remedy: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A file is refused even if it is named like a model of the hub."""
@@ -145,7 +145,7 @@ def test_a_hub_id_out_of_reach_is_reported(monkeypatch: pytest.MonkeyPatch, tmp_
 
     assert found.level is Level.FAIL
     assert "some-org/some-model" in found.detail
-    model.refuse_unusable("some-org/some-model")  # the engine may have more luck
+    model.refuse_unusable("some-org/some-model")  # the engine's download may still succeed
 
 
 def test_a_hub_that_cannot_be_reached_is_reported(

@@ -1,4 +1,5 @@
-"""Flags of `headrace up`: read, given to the processes that have them, checked before a start."""
+"""Flags of `headrace up`: they are parsed, passed to the processes that have them, and checked
+before a start."""
 
 from pathlib import Path
 
@@ -17,7 +18,7 @@ KNOWN = {"eager": Arity.SWITCH, "dtype": Arity.ONE, "names": Arity.MANY}
 
 
 def arguments(*words: str) -> ProcessArguments:
-    """What `headrace up` gives to its processes."""
+    """The arguments that `headrace up` passes to its processes."""
     flags = read_words(words, known_flags()).flags
     return assigned(flags, UpConfig().flags)
 
@@ -106,7 +107,7 @@ def test_a_file_of_keys_means_that_requests_need_one(tmp_path: Path) -> None:
         ("--max-num-seqs 0 --block-size x", "--block-size x: .*; --max-num-seqs 0: "),
         ("--max-model-len 0", r"^--max-model-len 0: [^;]*$"),
         ("--tool-call-parser hermse", "--tool-call-parser hermse: .*'hermes'"),
-        ("--chat-template absent.jinja", "--chat-template: absent.jinja is no file here: "),
+        ("--chat-template absent.jinja", "--chat-template: absent.jinja is not a file here: "),
         ("--chat-template {{x}}", "write the template into a file"),
         ("--api-keys-file absent", "`headrace keys create NAME --file absent` makes it"),
         ("--policy-options x", "--policy-options x: is not valid: give JSON"),

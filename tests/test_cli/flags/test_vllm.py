@@ -1,4 +1,4 @@
-"""vLLM's flags are translated, said to be needless, or refused with what to use instead."""
+"""vLLM's flags are translated, reported as unnecessary, or refused with the flag to use instead."""
 
 import json
 from pathlib import Path
@@ -134,7 +134,7 @@ def test_a_file_gives_flags_and_those_of_the_command_line_win(tmp_path: Path) ->
     ("text", "told"),
     [
         (None, "cannot read .* \\(No such file"),
-        ("a: [", "is no YAML"),
+        ("a: [", "is not YAML"),
         ("- a", "has no flags"),
         ("dtyp: half", "no flag --dtyp: did you mean --dtype"),
     ],
@@ -154,9 +154,11 @@ def test_engines_and_gateways_take_them_too() -> None:
         "--enforce-eager",
     ]
     assert process_words("gateway", ["--no-console", "--help"]) == ["--help"]
-    with pytest.raises(UsageError, match="--max-num-seqs is no flag .* one of `headrace engine`"):
+    with pytest.raises(
+        UsageError, match="--max-num-seqs is not a flag .* one of `headrace engine`"
+    ):
         process_words("gateway", ["--max-num-seqs", "3"])
-    with pytest.raises(UsageError, match="-dp is no flag .* one of `headrace up`"):
+    with pytest.raises(UsageError, match="-dp is not a flag .* one of `headrace up`"):
         process_words("engine", ["-dp", "3"])
     with pytest.raises(UsageError, match="unexpected argument 'tiny'"):
         process_words("engine", ["tiny"])

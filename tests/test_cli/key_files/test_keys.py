@@ -115,7 +115,7 @@ def test_a_secret_needs_no_file(tmp_path: Path) -> None:
         (["create", "a b", "--file", "F"], "id: "),
         (["create", "known", "--file", "F"], "there is a key known already"),
         (["create", "a", "--file", "F", "--tenant", "a/b"], "tenant: "),
-        (["create", "a", "--file", "F", "--expires", "soon"], "'soon' is no time"),
+        (["create", "a", "--file", "F", "--expires", "soon"], "'soon' is not a time"),
         (["create", "a", "--file", "F", "--expires", "2020-01-01"], "is over already"),
         (["create", "a", "--file", "F", "--secret", "A_B"], "no name for a Secret"),
         (["create", "a", "--file", "/proc/none/keys.yaml"], "cannot be written"),

@@ -1,7 +1,7 @@
 """`headrace models` as a process: on folders, and against a small hub.
 
-Findings that only depend on the folder come from the same code in this process, which has imported
-torch; `ask_here` replaces the two child processes.
+Findings that only depend on the folder are computed by the same code in this process, which has
+already imported torch; `ask_here` replaces the two child processes.
 """
 
 import io
@@ -42,14 +42,14 @@ def on_hub(hub: FakeHub | str, cache: Path) -> dict[str, str]:
 
 
 def checked(*args: str, **env: str) -> tuple[int, dict[str, tuple[str, str]]]:
-    """The exit code, and what each check found with its level."""
+    """The exit code, and the level and text of each check's finding."""
     done = models("check", *args, "--json", **env)
     assert done.stderr == ""
     return done.returncode, found_of(done.stdout, done.returncode)
 
 
 def found_of(printed: str, code: int) -> dict[str, tuple[str, str]]:
-    """What each check found with its level, as the command printed it before it ended so."""
+    """What each check found, and its level, from the output of a command with this exit code."""
     found = json.loads(printed)
     assert found["servable"] is (code == 0)
     return {each["check"]: (each["level"], each["found"]) for each in found["findings"]}
@@ -57,7 +57,7 @@ def found_of(printed: str, code: int) -> dict[str, tuple[str, str]]:
 
 @pytest.fixture
 def ask_here(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The programs that describe a checkpoint run in this process."""
+    """Runs the programs that describe a checkpoint in this process."""
 
     def ask(module: str, folder: Path) -> dict[str, Any]:
         with redirect_stdout(io.StringIO()) as printed:
@@ -69,13 +69,13 @@ def ask_here(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def checked_here(folder: Path) -> tuple[int, dict[str, tuple[str, str]]]:
-    """As `checked`, without a process for the command."""
+    """Like `checked`, without a process for the command."""
     done = CliRunner().invoke(app, ["models", "check", str(folder), "--json"])
     return done.exit_code, found_of(done.stdout, done.exit_code)
 
 
 def changed(folder: Path, **fields: Any) -> Path:
-    """The checkpoint with other fields of config.json."""
+    """A copy of the checkpoint with changed fields in config.json."""
     path = folder / "config.json"
     path.write_text(json.dumps({**json.loads(path.read_text()), **fields}))
     return folder
@@ -160,7 +160,7 @@ def test_a_pull_fetches_what_engines_read_and_no_code(tmp_path: Path) -> None:
     assert code == 0 and "native" in found["engine"][1]
 
 
-def test_a_pull_goes_on_where_it_stopped(tmp_path: Path) -> None:
+def test_a_pull_continues_where_it_stopped(tmp_path: Path) -> None:
     weights = bytes(range(256)) * 100_000  # the client writes pieces of 10 MB
     files = {"config.json": b"{}", "model.safetensors": weights}
     with FakeHub(REPOSITORY, files, cut_once="model.safetensors") as hub:
@@ -188,7 +188,7 @@ def test_a_check_of_the_hub_fetches_no_weights(tmp_path: Path) -> None:
     ("model", "code", "message"),
     [
         ("team/tiny", 1, "team/tiny: the hub cannot be reached (ConnectionRefusedError)"),
-        ("a/b/c", 2, "'a/b/c' is no hub id"),
+        ("a/b/c", 2, "'a/b/c' is not a hub id"),
         (".", 2, ". is a folder on this machine"),
     ],
 )

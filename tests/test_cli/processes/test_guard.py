@@ -1,4 +1,4 @@
-"""Children die with their parent, also where the kernel has no parent-death signal."""
+"""Children die with their parent, even if the kernel has no parent-death signal."""
 
 import subprocess
 import sys
@@ -9,7 +9,7 @@ from headrace_cli.processes import guard
 from headrace_testing.pids import alive
 from headrace_testing.processes import until
 
-# Starts `sleep` guarded, says both pids and waits to be killed.
+# Starts a guarded `sleep`, prints both pids and waits to be killed.
 PARENT = """
 import os, subprocess, sys
 read, write = os.pipe()
@@ -25,7 +25,7 @@ print("ended", flush=True)
 
 @pytest.fixture(params=["linux", "elsewhere"])
 def parent(request: pytest.FixtureRequest) -> list[str]:
-    """A command whose guard takes the way of that platform."""
+    """A command whose guard works as on that platform."""
     program = PARENT
     if request.param == "elsewhere":
         disguise = "import runpy,sys;sys.platform='darwin';sys.argv=sys.argv[1:];"
@@ -50,7 +50,7 @@ def test_a_guarded_program_ends_on_its_own_as_ever(parent: list[str]) -> None:
     parent = [part.replace('"sleep", "1000"', '"true"') for part in parent]
     done = subprocess.run(parent, capture_output=True, text=True, timeout=60, check=True)
 
-    # The output is at its end: the watcher has gone too.
+    # The output has ended, so the watcher is gone too.
     assert done.stdout.splitlines()[-1] == "ended"
 
 

@@ -66,7 +66,7 @@ with TerminalReport(Console()) as report:
 """
 
 
-def test_a_terminal_that_goes_away_is_no_error() -> None:
+def test_a_terminal_that_goes_away_is_not_an_error() -> None:
     with subprocess.Popen(
         [sys.executable, "-c", REPORTING],
         stdin=subprocess.PIPE,

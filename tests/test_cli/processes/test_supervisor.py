@@ -1,4 +1,4 @@
-"""Restart, give-up and drain, with real processes."""
+"""Restarts, giving up, and draining, with real processes."""
 
 import asyncio
 import os
@@ -19,7 +19,7 @@ from headrace_testing.pids import alive
 from headrace_testing.recording_report import RecordingReport
 
 FAST = RestartPolicy(first_delay=0.01, max_delay=0.05)
-# Says that it is up, then waits for SIGTERM and says good-bye.
+# Reports that it is ready, waits for SIGTERM, and logs a last line.
 OBEDIENT = """
 import signal, sys
 signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
@@ -31,7 +31,7 @@ STUBBORN = OBEDIENT.replace('print("bye"', 'signal.sigwait({signal.SIGUSR1}); pr
 
 
 async def eventually(condition: Callable[[], bool]) -> None:
-    """Returns once it holds; the test's own time limit ends a wait in vain."""
+    """Returns when the condition holds; the test's time limit ends a vain wait."""
     while True:
         if condition():
             return
@@ -44,7 +44,7 @@ def spec(program: str, *, drain_seconds: float = 30.0, quiet: bool = False) -> C
 
 
 class Bench:
-    """A supervisor with one service whose readiness is its first line in the log."""
+    """A supervisor with one service, which is ready after its first log line."""
 
     def __init__(self, folder: Path, child: ChildSpec, policy: RestartPolicy) -> None:
         self.report = RecordingReport()

@@ -1,4 +1,4 @@
-"""Gateways have an engine killed, which its supervisor starts again; and nothing else."""
+"""Gateways can have an engine killed, which its supervisor restarts, and nothing else."""
 
 import asyncio
 import os

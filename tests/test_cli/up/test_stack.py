@@ -171,14 +171,14 @@ def test_a_server_on_path_is_taken_if_it_is_new_enough(
     assert (find_server().path == program) is chosen
 
 
-def test_a_program_that_is_no_server_has_no_version(tmp_path: Path) -> None:
+def test_a_program_that_is_not_a_server_has_no_version(tmp_path: Path) -> None:
     assert server_version(Path("/bin/true")) is None
     assert server_version(tmp_path / "absent") is None
 
 
 def test_a_host_that_is_none_of_this_machine_has_another_remedy() -> None:
     with pytest.raises(UsageError) as refused:
-        listen("192.0.2.7", 0)  # of the block for documentation
+        listen("192.0.2.7", 0)  # of the address block for documentation
 
     assert "must be an address of this machine" in refused.value.remedy
     assert "stop the program" not in refused.value.remedy

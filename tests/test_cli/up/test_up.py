@@ -1,4 +1,4 @@
-"""`headrace up` as a process of its own, with real Valkey and stand-ins for engine and gateway."""
+"""`headrace up` as a separate process, with a real Valkey and stand-ins for engine and gateway."""
 
 import os
 import re
@@ -76,7 +76,7 @@ class UpProcess:
         return [pid for pid in found if alive(pid)]
 
     def asked(self) -> int:
-        """The pid of the gateway that answers."""
+        """The pid of the gateway that answers a request."""
         with urllib.request.urlopen(f"http://127.0.0.1:{self.port}/health/ready") as answer:
             return int(answer.read())
 
@@ -205,7 +205,7 @@ def test_a_wrong_flag_is_named_and_nothing_is_started(tmp_path: Path, port: int)
     process = UpProcess(tmp_path, port, "--chat-template", "absent.jinja")
 
     assert process.wait() == 2
-    assert "--chat-template: absent.jinja is no file here" in process.printed
+    assert "--chat-template: absent.jinja is not a file here" in process.printed
     assert not process.data.exists()
 
 

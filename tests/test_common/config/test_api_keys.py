@@ -1,4 +1,4 @@
-"""Keys at rest: what a file may hold, what comes back from it, and that no key is ever shown."""
+"""Stored keys: what a file may contain, how it is parsed, and that no key is ever shown."""
 
 import base64
 import json

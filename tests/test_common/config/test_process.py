@@ -62,7 +62,7 @@ def test_bad_settings_are_named(
 def test_a_misspelt_variable_is_named_with_the_likely_spelling(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """A variable that Kubernetes sets for a Service called trial is no setting."""
+    """A variable that Kubernetes sets for a Service called trial is not a setting."""
     for name in ("SEAT", "COLOUR", "SERVICE_HOST", "PORT_80_TCP_ADDR", "METRICS_URL"):
         monkeypatch.setenv(f"TRIAL_{name}", "1")
     monkeypatch.setenv("TRIAL_NAMES", "{}")

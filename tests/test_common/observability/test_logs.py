@@ -1,4 +1,4 @@
-"""Log lines: one JSON object each, with the fields that belong to the task, without secrets."""
+"""Log lines: one JSON object each, with the fields of the current task, and without secrets."""
 
 import asyncio
 import io
@@ -120,7 +120,7 @@ def test_an_unknown_level_is_refused() -> None:
 
 def test_uvicorns_log_lines_have_the_same_format(lines: Lines) -> None:
     async def app(scope: object, receive: object, send: object) -> None:
-        """Never called."""
+        """Must never be called."""
 
     uvicorn.Config(app, log_config=None)
     logging.getLogger("uvicorn.error").info("started", extra={"color_message": "\x1b[1mstarted"})

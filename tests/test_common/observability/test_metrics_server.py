@@ -1,4 +1,4 @@
-"""The metrics port under attack: probes are answered, and nothing piles up."""
+"""The metrics port under attack: probes are answered, and nothing accumulates."""
 
 import socket
 import subprocess
@@ -48,7 +48,7 @@ def connect(server: MetricsServer) -> socket.socket:
 
 
 def received(connection: socket.socket) -> bytes:
-    """All that comes until the server closes or resets the connection."""
+    """All bytes until the server closes or resets the connection."""
     found = b""
     try:
         while chunk := connection.recv(65536):
@@ -59,7 +59,7 @@ def received(connection: socket.socket) -> bytes:
 
 
 def status_of(server: MetricsServer, request: bytes) -> int:
-    """The status of the answer, 0 where there is none."""
+    """The status of the answer; 0 if there is none."""
     with connect(server) as connection:
         connection.sendall(request)
         words = received(connection).split(maxsplit=2)
@@ -94,7 +94,8 @@ class BlockedPage:
 def test_too_many_slow_connections_close_the_oldest(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(http_port, "HEAD_TIMEOUT_S", PATIENCE_S)  # none goes by its time
+    # no connection ends by its time limit
+    monkeypatch.setattr(http_port, "HEAD_TIMEOUT_S", PATIENCE_S)
     with serving() as server, ExitStack() as opened:
         slow = [opened.enter_context(connect(server)) for _ in range(3 * MAX_CONNECTIONS)]
         for number, connection in enumerate(slow):
@@ -116,7 +117,7 @@ def test_a_connection_with_an_incomplete_head_is_closed(monkeypatch: pytest.Monk
 
 def test_a_connection_whose_answer_is_not_read_is_closed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(http_port, "RESPONSE_TIMEOUT_S", 0.0)
-    size = 64 << 20  # more than the buffers of both sockets hold
+    size = 64 << 20  # more than the buffers of both sockets can hold
     pages = {"/large": Page("GET", lambda _: (HTTPStatus.OK, "text/plain", b"x" * size))}
     with serving(pages=pages) as server, socket.socket() as slow:
         slow.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)

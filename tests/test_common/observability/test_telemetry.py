@@ -1,4 +1,5 @@
-"""Set-up of metrics and traces: what is exported, where to, and that nothing costs nothing."""
+"""The set-up of metrics and traces: what is exported and where to, and that disabled telemetry
+costs nothing."""
 
 import os
 import socket
@@ -110,7 +111,7 @@ def test_metric_names_are_unique() -> None:
 
 
 class SlowCollector(Collector):
-    """Sees how many scrapes are under way at once."""
+    """Counts the scrapes that run at the same time."""
 
     def __init__(self) -> None:
         self.active = self.most = 0
@@ -118,7 +119,7 @@ class SlowCollector(Collector):
     def collect(self) -> Iterator[Metric]:
         self.active += 1
         self.most = max(self.most, self.active)
-        time.sleep(0.005)  # room for another scrape to come in
+        time.sleep(0.005)  # time for another scrape to arrive
         self.active -= 1
         yield from ()
 
@@ -166,7 +167,7 @@ def test_a_socket_of_the_parent_keeps_its_port_from_run_to_run() -> None:
             telemetry.shutdown()
 
 
-def test_a_descriptor_that_is_no_socket_is_named(tmp_path: Path) -> None:
+def test_a_descriptor_that_is_not_a_socket_is_named(tmp_path: Path) -> None:
     with (tmp_path / "file").open("w") as file, pytest.raises(SettingsError, match="metrics_fd"):
         setup("child", metrics_fd=file.fileno())
 
@@ -277,7 +278,7 @@ def test_unsupported_settings_stop_the_start(
 
 @contextmanager
 def hanging_server() -> Iterator[tuple[str, Callable[[], None]]]:
-    """Takes connections, and answers none until it is released: then it closes them."""
+    """Accepts connections, and answers none until it is released; then it closes them."""
     with socket.create_server(("127.0.0.1", 0)) as listening:
 
         def answer() -> None:

@@ -1,4 +1,4 @@
-"""One trace over gateway, queue and engine: the context travels in the message."""
+"""One trace across gateway, queue and engine: the context is part of the message."""
 
 import pytest
 from opentelemetry.trace import StatusCode

@@ -1,4 +1,5 @@
-"""Places that tenants share: no tenant has all, those that wait take turns, waits are bounded."""
+"""Slots that tenants share: no tenant gets all of them, waiting tenants take turns, and waits are
+bounded."""
 
 import asyncio
 from collections.abc import AsyncIterator
@@ -10,7 +11,7 @@ from headrace_common.pools.fair_slots import FairSlots, SlotsFull
 
 
 class Work:
-    """Tasks that hold a place until they are told to leave it; `order` is who got one."""
+    """Tasks that hold a slot until they are told to leave it; `order` lists who got one."""
 
     def __init__(self, slots: FairSlots) -> None:
         self._slots = slots
@@ -19,7 +20,7 @@ class Work:
         self.tasks: dict[str, asyncio.Task[None]] = {}
 
     async def start(self, name: str) -> None:
-        """`name` begins with its tenant's letter."""
+        """Starts a task; `name` begins with its tenant's letter."""
         self._leave[name] = asyncio.Event()
         self.tasks[name] = asyncio.create_task(self._run(name))
         await asyncio.sleep(0)
@@ -112,14 +113,14 @@ async def test_a_cancelled_wait_takes_no_place() -> None:
     async with work(FairSlots(1, most=9, most_of_tenant=9)) as made:
         for name in ("a1", "a2", "a3"):
             await made.start(name)
-        made.tasks["a2"].cancel()  # in the same turn in which a place is free
+        made.tasks["a2"].cancel()  # in the same turn of the loop in which a slot becomes free
         await made.leave("a1")
         assert made.order == ["a1", "a3"]
 
         await made.start("a4")
         made._leave["a3"].set()
         await made.tasks["a3"]
-        made.tasks["a4"].cancel()  # in the same turn in which it was given the place
+        made.tasks["a4"].cancel()  # in the same turn of the loop in which it got the slot
         await asyncio.gather(made.tasks["a4"], return_exceptions=True)
         await made.start("a5")
         assert made.order[-1] == "a5"

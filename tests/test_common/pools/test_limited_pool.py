@@ -1,4 +1,4 @@
-"""Processes that may be killed: each limit, and that no other task suffers."""
+"""Processes that may be killed: each limit, and that no other task is affected."""
 
 import asyncio
 import os

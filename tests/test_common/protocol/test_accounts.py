@@ -29,7 +29,8 @@ async def test_an_account_holds_no_more_than_it_may(backend: Backend) -> None:
     assert await one.occupy("t", first, most) is None
     refused = await other.occupy("t", item("b", 41, ItemKind.REQUEST), most)
     assert await other.occupy("another", item("b", 41), most) is None
-    assert await other.occupy("t", item("a", 70), most) is None  # again: instead of before
+    # stored again: it replaces the earlier item
+    assert await other.occupy("t", item("a", 70), most) is None
     assert await other.occupy("t", item("b", 31), most) is not None
     await one.vacate("t", [(ItemKind.FILE, "a"), (ItemKind.FILE, "x"), (ItemKind.REQUEST, "a")])
     await one.vacate("t", [(ItemKind.FILE, "a")])
@@ -76,7 +77,10 @@ async def test_only_counted_items_can_be_resized(backend: Backend) -> None:
 
 @pytest.mark.parametrize("seed", range(3))
 async def test_both_backends_count_alike(backend: Backend, seed: int) -> None:
-    """They agree for any operations in any order. With memory alone both backends are the same."""
+    """They agree for any operations in any order.
+
+    If only memory is available, both backends are the same.
+    """
     assert isinstance(backend, (InMemory, OverRedis))
     chance = random.Random(seed)
     pair = (backend.accounts(), InMemory().accounts())

@@ -1,7 +1,7 @@
-"""The gateway's rules for one request: whatever engines say, the client sees one history.
+"""The gateway's rules for one request: whatever engines send, the client sees one history.
 
-The property tests play engines as failures leave them: one that is cut off and continues to send,
-one that takes over, one that starts from nothing under an old or the same attempt. Replies are
+The property tests simulate engines after failures: one that is cut off and continues to send, one
+that takes over, one that starts again from nothing under an old or the same attempt. Replies are
 duplicated, lost, and reordered between engines. Tokens carry a checksum of their history.
 """
 
@@ -205,7 +205,8 @@ def test_an_owner_that_contradicts_itself_must_ask_first() -> None:
 
 @pytest.mark.parametrize("rounds", [True, False])
 def test_tokens_that_a_sender_wrote_before_its_takeover_are_not_delivered(rounds: bool) -> None:
-    """A gateway that reads its stream again finds them; only engines of 0.1.0 name no rounds."""
+    """They are found by a gateway that reads its stream again; only engines of 0.1.0 send no
+    round."""
     arbiter = Arbiter("r", 1)
     arbiter.handle("e1", tokens(0, 1, 2))
     early = tokens(2, 9)
@@ -261,7 +262,7 @@ def test_an_engine_that_lost_its_state_ends_nothing() -> None:
     assert not arbiter.ended
     (resume,) = sent(arbiter.handle("e4", takeover(4)))
     assert isinstance(resume, Resume) and resume.choices[0].token_ids == (1,)
-    assert arbiter.settle(Outcome(failed=lost)) == [Fail(lost)]  # as the queue reported
+    assert arbiter.settle(Outcome(failed=lost)) == [Fail(lost)]  # as reported by the queue
 
 
 def test_an_outcome_that_does_not_end_all_choices_changes_nothing() -> None:
@@ -288,7 +289,7 @@ def test_a_stored_outcome_ends_it_if_it_is_the_same_history(
 
 
 class PlayedEngine:
-    """One engine's run of the request: obeys the protocol, on random tokens."""
+    """One engine's run of the request: follows the protocol, on random tokens."""
 
     def __init__(self, name: str, attempt: int, choices: int, rng: random.Random) -> None:
         self.name = name
@@ -323,7 +324,7 @@ class PlayedEngine:
         )
 
     def start_over(self) -> None:
-        """Redis forgot that the engine had the request, and gives it the request once more."""
+        """Redis forgot that the engine had the request, and gives it to the engine once more."""
         self.history = [[] for _ in self.history]
         self.ask()
 
@@ -341,13 +342,13 @@ class PlayedEngine:
 
 
 class Play:
-    """Engines, the frames under way and the client."""
+    """Engines, the frames in transit and the client."""
 
     def __init__(self, choices: int, seed: int) -> None:
         self.rng = random.Random(seed)
         self.most = 12
         self.arbiter = Arbiter("r", choices)
-        self.twin = Arbiter("r", choices)  # is asked in one look first
+        self.twin = Arbiter("r", choices)  # one that is asked within a single check first
         self.engines: list[PlayedEngine] = []
         self.past: list[tuple[PlayedEngine, Reply]] = []
         self.got: list[list[int]] = [[] for _ in range(choices)]
@@ -382,7 +383,7 @@ class Play:
             engine.hear(action.control, self.most)
 
     def forget(self, engine: PlayedEngine) -> None:
-        """An engine starts over, or says that it does not know what the client has."""
+        """Lets an engine start over, or report that it does not know the client's tokens."""
         if self.rng.random() < 0.3:
             engine.start_over()
             return
@@ -392,7 +393,7 @@ class Play:
         self.deliver(engine, failed)
 
     def act(self) -> None:
-        """One random thing that may happen."""
+        """Lets one random event happen."""
         engine = self.rng.choice(self.engines)
         match self.rng.randrange(13):
             case 0:
@@ -407,7 +408,7 @@ class Play:
             case 3 if engine.frames:
                 engine.frames.pop(0)  # lost
             case 4 if engine.frames:
-                self.deliver(engine, engine.frames[0])  # will come again
+                self.deliver(engine, engine.frames[0])  # will be delivered again
             case 5 if engine.asking:
                 engine.ask()
             case 12:
@@ -428,7 +429,7 @@ def test_whatever_engines_say_the_client_sees_one_history(
         play.act()
     play.start(attempt=play.arbiter.attempt + 5, ask=True)
     last = play.engines[-1]
-    for _ in range(200):  # from here on nothing more fails
+    for _ in range(200):  # from here on nothing else fails
         if play.arbiter.complete:
             break
         last.step(play.most)

@@ -1,4 +1,4 @@
-"""Records of files and batches as bytes."""
+"""The encoding of the records of files and batches."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""A user's name and password in files, which may be changed while connections are there."""
+"""A user's name and password in files, which may change while connections are open."""
 
 from collections.abc import AsyncIterator
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Tenants share a queue by the tokens that they use on all engines; alike on each backend."""
+"""Tenants share a queue by the tokens that they use on all engines; the same on each backend."""
 
 from collections import Counter
 from collections.abc import Sequence

@@ -1,4 +1,5 @@
-"""Frames, control messages, outcomes, statuses: there and back, and nothing worse than an error."""
+"""Frames, control messages, outcomes, statuses: encoded and decoded, and invalid bytes only cause
+an error."""
 
 import msgpack
 import pytest

@@ -1,6 +1,7 @@
 """The contract of counting a key's usage, in memory and over real Valkeys.
 
-Time passes by moving the clock in memory, and what is stored over Valkey, since that has its own.
+To let time pass, tests move the clock of the memory backend, and the stored times in Valkey, which
+has its own clock.
 """
 
 import asyncio
@@ -97,7 +98,8 @@ async def test_a_client_that_waits_for_retry_after_is_admitted(counted: Counted)
     for number in range(3):
         await counted.reserve(f"r{number}", rates, 20)
     refused = await counted.reserve("r3", rates, 30)
-    assert refused.refused is RateLimit.TOKENS  # 30 s, where requests would have taken 20
+    # the tokens need 30 s, the requests only 20 s
+    assert refused.refused is RateLimit.TOKENS
 
     await counted.advance(refused.retry_after - 1)
     assert (await counted.reserve("r3", rates, 30)).refused is RateLimit.TOKENS
@@ -265,7 +267,8 @@ async def test_unreachable_redis_is_reported() -> None:
 def test_no_minute_gets_more_than_two_minutes_worth(
     limit: int, steps: list[tuple[float, int]]
 ) -> None:
-    """A token bucket's bound: over t seconds at most a full bucket and what fills up meanwhile."""
+    """The bound of a token bucket: over t seconds at most a full bucket and what fills up
+    meanwhile."""
     now = [0.0]
     usage = MemoryKeyUsage(lambda: now[0])
     allowed: list[float] = []

@@ -1,4 +1,4 @@
-"""The data of consoles in Redis: complete, bounded, and checked before use."""
+"""The consoles' data in Redis: complete, bounded, and checked before use."""
 
 from collections.abc import AsyncIterator, Callable
 from dataclasses import replace
@@ -93,7 +93,7 @@ HOSTILE = {
     "a tenant without a name": _change((3,), [""]),
     "too many tenants": _change((3,), ["t"] * (MAX_SEQUENCES + 1)),
     "too many sequences": _change((4,), [["0.a", 0, 0, 0, 1, 1, 1, 1, 1, 0.0]] * 129),
-    "a sequence that is no list": _change((4,), ["x"]),
+    "a sequence that is not a list": _change((4,), ["x"]),
     "an unknown tenant": _change((4, 0, 1), 1),
     "an unknown state": _change((4, 0, 3), len(live.STATES)),
     "a request id of 10,000 characters": _change((4, 0, 0), "x" * 10_000),

@@ -1,4 +1,4 @@
-"""Prefix routing: an engine gets requests with equal beginnings; the queue keeps its promises."""
+"""Prefix routing: requests with equal beginnings go to one engine; the queue keeps its promises."""
 
 import math
 import time
@@ -26,13 +26,15 @@ from headrace_testing.memory_queue.placement import PASSES, SLACK, WINDOW
 from headrace_testing.memory_queue.records import Taken
 
 LIMITS = QueueLimits()
-LONG, SHORT = 3_600_000, 1  # ms that a request is held: never over in a test, and soon
+# ms that a request is held: one that never ends in a test, and a short one
+LONG, SHORT = 3_600_000, 1
 
 
 def on(
     *engines: str, hold_ms: int = LONG, capacity: int = 64, load_factor: float = 99
 ) -> Placement:
-    """Placement on the first of these engines that is not overloaded; by default on the first."""
+    """Placement with the first of these engines that is not overloaded; by default with the
+    first."""
     return Placement(
         candidates=tuple(Candidate(engine_id=name, capacity=capacity) for name in engines),
         capacity=2 * capacity,
@@ -44,7 +46,8 @@ def on(
 async def placed(
     gateway: GatewayQueue, placement: Placement | None, count: int = 1, **options: object
 ) -> list[str]:
-    """Queues requests with this placement and returns their ids; options as in GenerateRequest."""
+    """Queues requests with this placement and returns their ids; options are those of
+    GenerateRequest."""
     prompt = (1,) * int(str(options.pop("prompt", 1)))
     requests = [replace(make_request(prompt=prompt), **options) for _ in range(count)]  # type: ignore[arg-type]
     for request in requests:
@@ -91,7 +94,7 @@ async def test_a_request_held_for_a_full_engine_is_taken_by_another(
     await b.start()
     ids_held = await placed(gateway, on("a", hold_ms=50), 2)
     taken: list[Lease] = []
-    while len(taken) < 2:  # each wait ends by itself, when the hold does
+    while len(taken) < 2:  # each wait ends by itself when the hold ends
         taken += await b.take(9)
         if len(taken) < 2:
             await b.wait()
@@ -185,7 +188,7 @@ async def test_an_engine_that_is_full_is_not_given_more_while_others_have_room(
     assert [len(await engine.take(99)) for engine in (a, b)] == [3, 2]
 
 
-async def test_cancelled_and_expired_requests_count_no_more(backend: Backend) -> None:
+async def test_cancelled_and_expired_requests_no_longer_count(backend: Backend) -> None:
     gateway, a = backend.gateway(), backend.engine("a")
     where = on("a", "b", capacity=1)
     (cancelled,) = await placed(gateway, where)

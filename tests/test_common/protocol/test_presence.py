@@ -16,7 +16,7 @@ from headrace_common.protocol.redis.client.presence import answered
 from headrace_testing.valkey import ValkeyServer
 from headrace_testing.waiting import eventually
 
-NEVER = 3600.0  # a command's own timeout: a test that waited for it would not end
+NEVER = 3600.0  # a command's own timeout; a test that waited for it would not end
 PATIENCE = 0.2
 
 

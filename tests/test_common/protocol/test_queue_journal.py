@@ -59,7 +59,7 @@ async def test_the_journal_never_mixes_histories(backend: Backend) -> None:
     assert await other.resume(rid, 2, [ChoiceState(token_ids=(1, 2, 3))])
     assert await other.journal(rid) == (ChoiceState(token_ids=(1, 2, 3)),)
     await backend.gateway("g2").admit(lease.request, LIMITS)
-    await engine.publish({"g": [tokens(lease, 3, 4, 5, 6)]})  # the frozen one wakes
+    await engine.publish({"g": [tokens(lease, 3, 4, 5, 6)]})  # the frozen one wakes up
     states = (ChoiceState(token_ids=(1, 2, 3, 40)),)
     await other.publish({"g2": [Sync(request_id=rid, attempt=2, choices=states)]})
     await other.publish({"g2": [tokens(again, 4, 50)]})
@@ -111,7 +111,7 @@ async def test_log_probabilities_survive_with_their_tokens(backend: Backend) -> 
 
 
 async def test_log_probabilities_of_other_tokens_are_not_taken(backend: Backend) -> None:
-    """A beat was lost on the way and the next one says more, without them."""
+    """A beat was lost, and the next one has more tokens without log probabilities."""
     engine = backend.engine()
     lease = await started(backend, engine)
     state = ChoiceState(token_ids=(1, 2), logprobs=(Logprobs(-1, 1, ()), Logprobs(-2, 1, ())))

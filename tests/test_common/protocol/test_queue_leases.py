@@ -82,7 +82,7 @@ async def test_a_running_request_expires(backend: Backend) -> None:
     gateway, engine = backend.gateway(), backend.engine()
     for seconds in (0.05, 0.5, 5.0, 50.0):  # on a busy machine it may expire before it is taken
         await gateway.admit(make_request(seconds=seconds), LIMITS)
-        await engine.wait()  # an empty stream is not read again before
+        await engine.wait()  # an empty stream is not read again before this
         if leases := await engine.take(1):
             break
     (lease,) = leases
@@ -229,6 +229,7 @@ async def test_a_lease_given_twice_under_one_number_asks_first(backend: Backend)
     engine = backend.engine("e1")
     lease = await started(backend, engine)
     await backend.wipe()
-    await backend.gateway().admit(lease.request, LIMITS)  # as a rollback: nothing seen
+    # as after a rollback: nothing has been seen
+    await backend.gateway().admit(lease.request, LIMITS)
     (again,) = await engine.take(1)
     assert (again.attempt, again.recovered) == (1, True)

@@ -118,7 +118,8 @@ async def test_a_lost_request_that_is_cancelled_is_not_queued_again(backend: Bac
 async def test_an_abandoned_request_continues_for_the_gateway_that_adopts_it(
     backend: Backend,
 ) -> None:
-    """It does not continue for a new client, which may start again as after a cancelled request."""
+    """It does not continue for a new client, which may start again, as after a cancelled
+    request."""
     engine, other = backend.engine(), backend.gateway("g2")
     lease = await started(backend, engine)
     abandoned = failed(lease.request.request_id, 1, FailureCode.ABANDONED)

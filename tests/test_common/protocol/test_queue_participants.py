@@ -1,4 +1,4 @@
-"""The knowledge of gateways and engines about each other and about the amount of work.
+"""What gateways and engines know about each other and about the amount of work.
 
 On every backend of the queue. What only Redis can do is elsewhere.
 """

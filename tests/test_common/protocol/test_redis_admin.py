@@ -1,4 +1,4 @@
-"""The view of queues for administrators, and their commands."""
+"""The administrators' view of queues, and their commands."""
 
 from dataclasses import replace
 
@@ -39,7 +39,7 @@ async def beaten(engine: EngineQueue, lease: Lease) -> None:
 
 
 async def poisoned(backend: OverRedis) -> str:
-    """A request that took four engines down."""
+    """A request that crashed four engines."""
     gateway = backend.gateway("g")
     request = make_request()
     await gateway.admit(request, LIMITS)

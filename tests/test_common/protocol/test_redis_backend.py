@@ -111,7 +111,7 @@ async def test_a_newer_protocols_request_is_left_for_others(over_redis: OverRedi
     assert await engine.reap(4) == []
     await over_redis.client.command(
         "HSET", record, "v", 1
-    )  # stands for an engine that reads version 2
+    )  # represents an engine that reads version 2
     assert [lease.request for lease in await over_redis.engine("e2").reap(4)] == [request]
 
 
@@ -326,7 +326,7 @@ async def test_a_server_that_evicts_is_refused(over_redis: OverRedis) -> None:
     await check_backend(over_redis.connection)
 
 
-async def test_a_server_without_persistence_is_warned_of(
+async def test_a_server_without_persistence_causes_a_warning(
     over_redis: OverRedis, caplog: pytest.LogCaptureFixture
 ) -> None:
     with caplog.at_level(logging.WARNING):

@@ -1,4 +1,4 @@
-"""Commands that several tasks send over one connection: each has its own result, also if others
+"""Commands that several tasks send over one connection: each gets its own result, even if others
 fail."""
 
 import asyncio
@@ -73,7 +73,7 @@ async def test_a_connection_that_was_lost_while_idle_is_replaced(over_redis: Ove
     connection = over_redis.connect()
     lost = await connection.client.command("CLIENT", "ID")
     await over_redis.client.command("CLIENT", "KILL", "ID", lost)
-    # The client may not have noticed the loss when it tries first.
+    # The client may not have noticed the loss when it tries again first.
     found = await connection.attempt(lambda: connection.client.command("CLIENT", "ID"), tries=2)
     assert found != lost
 
@@ -98,7 +98,8 @@ async def test_all_commands_on_a_lost_connection_fail() -> None:
 
 
 class Server:
-    """Sends what a test passes to `say`. If `greets` is False, it closes new connections."""
+    """A server that sends what a test passes to `say`. If `greets` is False, it closes new
+    connections."""
 
     def __init__(self) -> None:
         self.greets = True

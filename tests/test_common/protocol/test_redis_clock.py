@@ -81,7 +81,7 @@ async def test_a_slow_round_trip_does_not_replace_a_better_measurement(machine: 
 async def test_an_old_measurement_is_replaced_by_a_worse_new_one(machine: Machine) -> None:
     await machine.measure(there=0.004, back=0.0)
     machine.sleep(3600)
-    machine.redis += 0.003  # both clocks have gone apart
+    machine.redis += 0.003  # the two clocks have drifted apart
     await machine.measure(there=0.01, back=0.01)
     assert machine.error <= 0.0001
 

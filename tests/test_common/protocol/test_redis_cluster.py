@@ -1,4 +1,4 @@
-"""The queue on a cluster: one slot a script, redirections followed, a lost master survived."""
+"""The queue on a cluster: one slot for each script, followed redirections, a replaced master."""
 
 import asyncio
 import time
@@ -47,7 +47,7 @@ async def redis_backend(cluster_set: ClusterSet) -> AsyncIterator[OverRedis]:
 
 @pytest.fixture
 async def own_set(tmp_path: Path) -> AsyncIterator[ClusterSet]:
-    """A cluster of this test's own, since a failover changes it."""
+    """A cluster for this test alone, since a failover changes it."""
     servers = ClusterSet(tmp_path)
     try:
         await asyncio.to_thread(servers.start)
@@ -61,7 +61,7 @@ def tokens(request_id: str, *token_ids: int) -> Tokens:
 
 
 def gateway_at(servers: ClusterSet, node: int) -> str:
-    """A gateway's id whose frames are on this master."""
+    """The id of a gateway whose frames are on this master."""
     bounds = [0, 5461, 10923, 16384]
     return next(
         name
@@ -71,7 +71,7 @@ def gateway_at(servers: ClusterSet, node: int) -> str:
 
 
 async def use_everything(redis_backend: OverRedis) -> None:
-    """Runs every script, with the calls that gateways, engines and the operator make."""
+    """Runs every script, by the calls of gateways, engines and the operator."""
     gateway, engine = redis_backend.gateway(), redis_backend.engine(lease_ms=1)
     await gateway.start()
     await engine.start()
@@ -105,7 +105,8 @@ async def use_everything(redis_backend: OverRedis) -> None:
 
 
 async def replay(admin: QueueAdmin, request_id: str) -> None:
-    """Refused, since nothing is wrong with the request; but the script runs."""
+    """Replays a request; it is refused, since nothing is wrong with the request, but the script
+    runs."""
     await admin.status(MODEL)
     await admin.peek(MODEL, limit=9)
     letter = DeadLetter(
@@ -208,7 +209,7 @@ async def test_frames_for_gateways_on_all_nodes_arrive(
 
 
 async def test_a_lost_master_is_replaced_by_its_replica(own_set: ClusterSet) -> None:
-    """Frames that are blocked for and a queue on the other masters, and back again."""
+    """Frames with blocked reads and a queue continue on the other masters, and back again."""
     redis_backend = OverRedis(own_set.url)
     name = gateway_at(own_set, 0)
     gateway, engine = redis_backend.gateway(name), redis_backend.engine()
@@ -278,7 +279,7 @@ async def taken(engine: EngineQueue) -> list[int]:
 
 
 async def done(action: Callable[[], Awaitable[object]]) -> None:
-    """Repeats an action while Redis is away, as gateways and engines do."""
+    """Repeats an action while Redis is unreachable, as gateways and engines do."""
 
     async def once() -> bool:
         try:

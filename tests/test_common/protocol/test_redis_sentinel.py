@@ -1,4 +1,4 @@
-"""The queue behind Sentinels: a failover moves reads and writes, and costs no request."""
+"""The queue behind Sentinels: a failover moves reads and writes, and loses no request."""
 
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
@@ -28,7 +28,7 @@ LIMITS = QueueLimits()
 
 @pytest.fixture
 async def servers(tmp_path: Path) -> AsyncIterator[SentinelSet]:
-    """A set of this test's own, since a failover changes it."""
+    """Servers for this test alone, since a failover changes them."""
     servers = SentinelSet(tmp_path)
     try:
         await asyncio.to_thread(servers.start)
@@ -45,7 +45,7 @@ async def redis_backend(servers: SentinelSet) -> AsyncIterator[OverRedis]:
 
 
 async def done(action: Callable[[], Awaitable[object]]) -> None:
-    """Repeats an action while Redis is away, as gateways and engines do."""
+    """Repeats an action while Redis is unreachable, as gateways and engines do."""
 
     async def once() -> bool:
         try:
@@ -138,7 +138,7 @@ async def test_a_sentinel_is_not_taken_for_a_server(sentinel_set: SentinelSet) -
 
 
 class Silent(MultiplexedClient):
-    """A blocked read that hears nothing."""
+    """A blocked read that receives nothing."""
 
     def __init__(self, locate: Callable[[], Awaitable[Address]]) -> None:
         self._locate = locate
@@ -148,7 +148,7 @@ class Silent(MultiplexedClient):
 
 
 def reader(answers: Sequence[Address | None]) -> RedisClient:
-    """A reader whose Sentinels give these answers, None for none."""
+    """A reader whose Sentinels give these answers; None stands for no answer."""
     left = list(answers)
 
     async def locate() -> Address:

@@ -1,4 +1,4 @@
-"""URLs of Redis: what they say, how a wrong one is refused, and that no password is shown."""
+"""Redis URLs: what they mean, how a wrong one is refused, and that no password is shown."""
 
 from pathlib import Path
 

@@ -1,4 +1,7 @@
-"""The chart's Redis users: enough for their role, no more. The contract tests run as them too."""
+"""The chart's Redis users may do what their roles need, and nothing else.
+
+The contract tests run with these users, too.
+"""
 
 from collections.abc import AsyncIterator
 

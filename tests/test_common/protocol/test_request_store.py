@@ -1,4 +1,4 @@
-"""Stored requests, on both backends, and as bytes."""
+"""Stored requests: on both backends, and their encoding."""
 
 import asyncio
 import time

@@ -36,14 +36,14 @@ LIMITS = QueueLimits(max_requests=9, max_tokens=60, max_tenant_requests=5)
 PRIORITIES = (0, 0, -1, 0, 0, 1, 0)
 ENGINES = ("e0", "e1", "e2")
 engines = st.sampled_from(ENGINES)
-# Seconds that the clocks of gateways are ahead of the store's.
+# The seconds by which gateways' clocks are ahead of the store's clock.
 AHEAD = {"g0": -90_000, "g1": 90_000}
 gateways = st.sampled_from(tuple(AHEAD))
-# Long holds: no request may be stolen because a test is slow.
+# Long holds, so that no request is stolen because a test is slow.
 HOLD_MS = 3_600_000
 MANNERS: Sequence[Mapping[str, bool]] = ({}, {}, {"polite": True}, {"disputed": True})
 REQUESTS = 12
-OVER = 11  # the request whose deadline is over
+OVER = 11  # the request whose deadline has passed
 requests = st.integers(0, REQUESTS - 1)
 
 
@@ -157,7 +157,8 @@ class ScriptsAndModel(RuleBasedStateMachine):
     @rule(engine=engines, count=st.integers(1, 3), suspects=st.booleans())
     def reap(self, engine: str, count: int, suspects: bool) -> None:
         real, model = (self.run(q.reap(count, suspects=suspects)) for q in self.engines[engine])
-        # Redis returns several in the order of the stream, the model in that of their admission.
+        # Redis returns several requests in the order of the stream, the model in the order of
+        # admission.
         assert len(real) == len(model)
         if {lease.request.request_id for lease in real} == {
             lease.request.request_id for lease in model

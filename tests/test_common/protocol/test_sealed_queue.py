@@ -1,4 +1,4 @@
-"""Sealing over a real Valkey: what lies there, what was put in another place, and who may start."""
+"""Sealing over a real Valkey: what is stored, what happens to swapped values, and who may start."""
 
 from dataclasses import replace
 from typing import Any
@@ -55,7 +55,7 @@ def progress(request_id: str, attempt: int, *tokens: int, at: int = 0) -> Progre
 
 
 async def swap(redis_backend: OverRedis, one: str, other: str, *fields: str) -> None:
-    """Values change places, of strings or of fields of hashes."""
+    """Swaps the values of two strings, or of two fields of hashes."""
     client: Any = redis_backend.client
     get, put = ("HGET", "HSET") if fields else ("GET", "SET")
     first, second = (
@@ -326,7 +326,7 @@ async def test_gateways_agree_on_the_first_secret_in_an_emptied_redis(
     assert one.digests(b"d" * 16) == other.digests(b"d" * 16)
 
 
-# While it is switched on
+# While sealing is being switched on
 
 
 def modes(key: SealingKey) -> tuple[Sealer, Sealer, Sealer]:
@@ -362,7 +362,7 @@ async def test_a_gateway_of_the_next_step_attaches_to_a_request(redis_backend: O
 
 
 async def test_redis_cannot_recognise_a_prompt_by_its_digest(redis_backend: OverRedis) -> None:
-    """Otherwise a thief of the dump could compare guessed prompts with the fingerprints."""
+    """Otherwise a thief of the data could compare guessed prompts with the fingerprints."""
     request, client = make_request(), redis_backend.client
     prints = set()
     for ring in (Keyring([new_key()]), Keyring([new_key()])):

@@ -111,7 +111,7 @@ def test_a_tenants_requests_are_dealt_evenly() -> None:
             tenant = tenants[turn % len(tenants)]
             assigned[tenant, assigner.assign("m", tenant, 3)] += 1
             counts = [assigned[tenant, shard] for shard in range(3)]
-            assert max(counts) - min(counts) <= 2  # 1 of each tuple of models and hands
+            assert max(counts) - min(counts) <= 2  # the first of each pair of models and hands
         assigner = ShardAssigner(random.Random(8))
 
 
@@ -243,7 +243,7 @@ async def test_small_prompts_of_other_shards_do_not_block_a_large_one(backend: B
     taken: list[Lease] = []
     for _ in range(20):
         taken += await engine.take(1, 12)
-    assert len(taken) <= 2  # until its turn came
+    assert len(taken) <= 2  # until it was its turn
     woken = asyncio.create_task(engine.wait())
     done, _ = await asyncio.wait({woken}, timeout=0.05)
     assert not done
@@ -254,7 +254,7 @@ async def test_small_prompts_of_other_shards_do_not_block_a_large_one(backend: B
 
 
 class Fallible(MemoryEngineQueue):
-    """A shard that the test makes unreachable."""
+    """A shard that the test can make unreachable."""
 
     away = False
 
@@ -423,7 +423,7 @@ async def test_a_request_continues_in_a_shard_that_lost_its_state(
 
 
 def of_one_shard(backend: Backend, name: str) -> ShardedEngineQueue:
-    """An engine that is set to one shard, on a backend with more shards."""
+    """An engine that uses one shard, on a backend with more shards."""
     if isinstance(backend, InMemory):
         store = backend.store
         return ShardedEngineQueue(

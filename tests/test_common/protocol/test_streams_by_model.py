@@ -1,4 +1,4 @@
-"""Replies and control messages in streams that name their model, and those of older versions."""
+"""Replies and control messages in streams of their model, and in those of older versions."""
 
 import asyncio
 from dataclasses import replace

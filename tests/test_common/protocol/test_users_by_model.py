@@ -1,6 +1,6 @@
-"""An engine with a Redis user for its model can do no harm to other models and to gateways.
+"""An engine with a Redis user for its model cannot harm other models or gateways.
 
-The keys are those of the one table of keys and users, the commands those of the server.
+The keys are those of the table of keys and users; the commands are those of the server.
 """
 
 import re
@@ -37,7 +37,7 @@ from headrace_testing.valkey import ValkeyServer
 from headrace_testing.waiting import first
 
 FILES = {"config.json": b"{}"}
-# Names that begin or end as MODEL's do, with characters that mean something in patterns.
+# Names that begin or end like MODEL, with characters that have a meaning in patterns.
 ALIKE = tuple(f"{MODEL}{end}" for end in (".0", ".1", "0", ":1", "*", "}")) + (
     f"x:{MODEL}",
     f"{{{MODEL}",
@@ -220,7 +220,7 @@ async def test_an_engine_of_a_model_reads_control_messages_from_its_own_stream(
     assert await first(redis_backend.engine().controls(), 1) == [control]
 
 
-SPOILT: list[Command] = [
+MALFORMED: list[Command] = [
     ("SET", ShardKeys(MODEL).engines, "x"),
     ("SET", ShardKeys(MODEL).status("e"), "x" * 100_000),
     ("SET", ShardKeys(MODEL).status("e"), encode_status(replace(make_status(), model=OTHER))),
@@ -230,7 +230,7 @@ SPOILT: list[Command] = [
 ]
 
 
-@pytest.mark.parametrize("command", SPOILT)
+@pytest.mark.parametrize("command", MALFORMED)
 async def test_the_size_of_an_engines_status_is_limited(
     redis_backend: OverUsers, command: Command
 ) -> None:

@@ -1,4 +1,4 @@
-"""Sealing: what opens what, what is refused, and how keys change."""
+"""Sealing: which keys open which values, what is refused, and how keys change."""
 
 import asyncio
 import os
@@ -22,7 +22,7 @@ from headrace_common.sealing.sealer import (
     sealed,
 )
 from headrace_common.sealing.settings import SealingMode
-from headrace_testing.said import found_in
+from headrace_testing.sealed_texts import found_in
 
 TEXT = b"what a client said"
 HERE: Binding = ("model", "0.abc")
@@ -189,7 +189,7 @@ def test_digests_depend_on_the_secret_that_processes_share(ring: Keyring) -> Non
     assert NULL_SEALER.digests(digest) == (digest,)
 
 
-# The search that tests of sealed suites do
+# The search used by tests of sealed suites
 
 
 def test_a_search_finds_a_text_at_any_offset() -> None:

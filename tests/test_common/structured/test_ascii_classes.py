@@ -1,4 +1,4 @@
-"""Patterns with ASCII's classes, compared with Python's `re.ASCII`, character by character."""
+"""Patterns with ASCII-only classes, compared with Python's `re.ASCII`, character by character."""
 
 import json
 import re

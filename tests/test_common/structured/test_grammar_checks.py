@@ -1,4 +1,5 @@
-"""Checks of grammars: costly ones are ended and remembered, other tenants do not wait for them."""
+"""Checks of grammars: costly checks are stopped and remembered, and other tenants do not wait for
+them."""
 
 import asyncio
 from collections import Counter

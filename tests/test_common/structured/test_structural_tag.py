@@ -1,4 +1,4 @@
-"""The texts that a structural tag allows: with calls in them, and with reasoning before."""
+"""The texts that a structural tag allows: with calls in them, and with reasoning before them."""
 
 from typing import Any
 
@@ -34,7 +34,7 @@ BAD = CALL.replace("Rome", "Oslo")
 
 
 def verdict(begin: ReasoningBegin | None, text: str) -> str:
-    """Whether a text is whole, only the beginning of one, or refused."""
+    """Whether a text is complete, only a beginning, or refused."""
     reasoning = None if begin is None else ReasoningFormat("<think>", "[/THINK]", begin)
     tag = StructuralTag(tagged(STRUCTURES, TRIGGERS), reasoning)
     assert read(tag.to_json()) == tag

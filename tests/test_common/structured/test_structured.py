@@ -44,7 +44,7 @@ def chain(rules: int) -> str:
 
 
 def within(depth: int) -> dict[str, Any]:
-    """A format within formats."""
+    """A format nested within formats."""
     inner = within(depth - 1) if depth else {"type": "any_text"}
     return {"type": "sequence", "elements": [inner]}
 
@@ -130,7 +130,7 @@ def test_too_large_grammars_are_refused_before_compilation(
 
 
 def test_each_reference_is_followed_once() -> None:
-    """A chain of them would cost the square of its length, on the event loop."""
+    """Otherwise a chain of references would cost the square of its length, on the event loop."""
     links = 1_000
     definitions: dict[str, Any] = {str(n): {"$ref": f"#/$defs/{n + 1}"} for n in range(links)}
     definitions[str(links)] = {"type": "string"}

@@ -1,4 +1,4 @@
-"""Templates whose operations are bounded by their input, and templates that are not."""
+"""Templates whose operations are bounded by their input, and templates whose operations are not."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""A checkpoint's small files: which are read, from where, and how much."""
+"""A checkpoint's small files: which ones are read, from where, and how much of them."""
 
 from pathlib import Path
 
@@ -63,6 +63,6 @@ def test_a_file_that_cannot_be_read_is_named(content: bytes, message: str) -> No
         CheckpointFiles("x", {"config.json": content}).json("config.json")
 
 
-def test_a_template_that_is_no_text_is_named() -> None:
+def test_a_template_that_is_not_text_is_named() -> None:
     with pytest.raises(TokenizerError, match=r"x/chat_template\.jinja"):
         CheckpointFiles("x", {"chat_template.jinja": b"\xff"}).text("chat_template.jinja")

@@ -1,4 +1,4 @@
-"""Incremental text: every way to cut the tokens gives the text of decoding them at once."""
+"""Incremental text: however the tokens are cut, the text is that of decoding them at once."""
 
 import random
 
@@ -83,7 +83,8 @@ def test_random_bytes_of_a_byte_level_tokenizer_equal_the_whole_text() -> None:
 
 
 class Decoding(Tokenizer):
-    """Knows no token's text by itself: every piece is decoded with what is before it."""
+    """A tokenizer that knows no token's text by itself: every piece is decoded with what precedes
+    it."""
 
     def fixed_text(self, token_id: int) -> str | None:
         return None

@@ -1,4 +1,4 @@
-"""Tokenizers of checkpoint folders, compared with transformers where that has the function."""
+"""Tokenizers of checkpoint folders, compared with transformers if it has the same function."""
 
 import json
 import os
@@ -138,13 +138,13 @@ def test_a_broken_file_is_named(folder: Path, name: str) -> None:
         Tokenizer.load(folder)
 
 
-def test_a_missing_folder_is_no_hub_id(tmp_path: Path) -> None:
+def test_a_missing_folder_is_not_a_hub_id(tmp_path: Path) -> None:
     with pytest.raises(ModelNotFound, match="no such folder"):
         Tokenizer.load(tmp_path / "absent")
 
 
 def test_a_hub_that_does_not_answer_is_one_line_of_error(tmp_path: Path) -> None:
-    """Runs in its own process, since the hub's client reads its environment once."""
+    """Runs in a separate process, since the hub's client reads its environment only once."""
     ask = (
         "from headrace_common.text.checkpoint import HubUnreachable, resolve\n"
         "try:\n    resolve('nobody/nothing')\n"

@@ -1,4 +1,5 @@
-"""Embeddings on the wire: asked for, answered, taken over, and never in too large a frame."""
+"""Embeddings on the wire: requested, answered, taken over, and never in a frame that is too
+large."""
 
 import struct
 from dataclasses import replace

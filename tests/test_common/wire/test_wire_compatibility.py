@@ -1,4 +1,5 @@
-"""Recorded messages of earlier releases are read today, and those releases read today's."""
+"""Today's code reads recorded messages of earlier releases, and those releases read today's
+messages."""
 
 import json
 from pathlib import Path
@@ -25,7 +26,8 @@ def test_messages_of_an_earlier_release_are_read(name: str, data: bytes) -> None
 
 @pytest.mark.parametrize(("name", "data"), RECORDED)
 def test_messages_contain_all_fields_that_an_earlier_release_reads(name: str, data: bytes) -> None:
-    """Each element and field that it wrote is there today, in its place and with its value."""
+    """Each element and field that the release wrote still exists, in its place and with its
+    value."""
     now = MESSAGES[name].encode(MESSAGES[name].content)
     assert_holds(
         msgpack.unpackb(now, strict_map_key=False), msgpack.unpackb(data, strict_map_key=False)

@@ -1,5 +1,5 @@
-"""Every attention backend against one dense computation: ragged mixes of prefill and decode, head
-groups, scales, softcaps, windows, dtypes, block copies.
+"""Every attention backend against one dense computation: ragged mixtures of prefill and decode,
+head groups, scales, softcaps, windows, dtypes, block copies.
 
 The CUDA kernels themselves cannot run here: the flash backend is tested with a stand-in for each
 kernel that takes the same arguments and computes densely.

@@ -1,7 +1,7 @@
 """Paged attention of the native kernels against the reference backend, for every instruction set
 that this CPU runs: head sizes, groups, block sizes, lengths around tiles, chunks and key splits,
-windows, softcap, strided rows, stale cache contents, threads. What a Kubernetes node without a
-compiler gets, the fall-back, is here too.
+windows, softcap, strided rows, stale cache contents, threads. Also the fall-back, which a
+Kubernetes node without a compiler gets.
 """
 
 import itertools
@@ -30,7 +30,7 @@ CPU = torch.device("cpu")
 TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 2e-2, torch.float16: 2e-3}
 Runs = tuple[tuple[int, int], ...]
 
-# (new tokens, keys with them): around a tile (16), a chunk (64), a row block (48), a split (512)
+# (new tokens, all keys): around a tile (16), a chunk (64), a row block (48), a split (512)
 DECODES: Runs = ((1, 1), (1, 16), (1, 17), (1, 64), (1, 65), (1, 511), (1, 513), (1, 1100))
 MIXED: Runs = ((1, 37), (1, 600), (5, 5), (70, 70), (33, 90), (2, 640), (24, 24), (49, 130))
 
@@ -102,7 +102,7 @@ class Scene:
         )
 
     def fill(self, backend: CpuBackend | ReferenceBackend, cache: LayerCache) -> None:
-        """Writes the past: tokens that belong to no sequence of the step are only written."""
+        """Writes earlier keys and values, as tokens that belong to no sequence of the step."""
         nobody = AttentionMetadata(
             torch.zeros(1, dtype=torch.int32),
             torch.zeros(0, dtype=torch.int32),
@@ -130,7 +130,7 @@ class Scene:
 def referred(
     case: Case, dtype: torch.dtype, cache_dtype: torch.dtype | None
 ) -> tuple[Scene, torch.Tensor]:
-    """A scene and what the reference makes of it, which is slow, for all instruction sets."""
+    """A scene and the result of the reference backend, which is slow, for all instruction sets."""
     scene, reference = Scene(case, dtype, cache_dtype), ReferenceBackend()
     return scene, scene.run(reference, reference.allocate(scene.num_blocks, scene.spec))
 
@@ -255,7 +255,8 @@ def test_any_number_of_threads_gives_the_same(backend: CpuBackend, threads: int)
 
 
 def test_each_step_uses_its_own_metadata(backend: CpuBackend) -> None:
-    """The backend keeps what it made of the last step's metadata for that step's other layers."""
+    """The backend keeps data derived from a step's metadata for the other layers of that step
+    only."""
     scene, shorter = (Scene(Case(((1, length),)), torch.float32) for length in (20, 1))
     cache = backend.allocate(scene.num_blocks, scene.spec)
     first = scene.run(backend, cache)
@@ -279,8 +280,11 @@ def test_caches_of_8_bit_floats(backend: CpuBackend, cache_dtype: torch.dtype) -
 def test_every_8_bit_float_and_the_values_between_them(
     backend: CpuBackend, cache_dtype: torch.dtype
 ) -> None:
-    """A token's attention to itself alone is its value: all codes, halves and quarters between
-    them, too large numbers and NaN, as torch rounds them."""
+    """The attention of a token to itself alone is its value.
+
+    The values are all codes, the halves and quarters between them, numbers that are too large, and
+    NaN, which must be rounded as torch does.
+    """
     codes = torch.arange(256, dtype=torch.uint8).view(cache_dtype).float()
     finite = codes[codes.isfinite()].sort().values
     steps = [finite + (finite.roll(-1) - finite) * part for part in (0.0, 0.25, 0.5, 0.75)]

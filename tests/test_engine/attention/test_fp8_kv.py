@@ -1,8 +1,6 @@
-"""A KV cache in 8-bit floats, in whole engines: twice the blocks, tokens that do not depend on how
-a request was scheduled, the scales of checkpoints, what is refused.
-
-What backends compute with such caches is in test_cpu_attention and test_triton_attention.
-"""
+"""A KV cache in 8-bit floats, in whole engines: twice the blocks, tokens that do not depend on the
+scheduling of a request, the scales of checkpoints, refusals. test_cpu_attention and
+test_triton_attention test what backends compute with such caches."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -71,8 +69,8 @@ def distance(one: torch.Tensor, other: torch.Tensor) -> float:
 def test_native_steps_round_as_the_reference_does(
     name: str, cache_dtype: str, tmp_path: Path
 ) -> None:
-    """A difference in the last bit before rounding may become a whole step after it, which is rare:
-    the two are far closer to each other than to whole keys and values."""
+    """A difference in the last bit before rounding may become a whole step afterwards, which is
+    rare: the two results are far closer to each other than to unrounded keys and values."""
     folder = save_checkpoint(tmp_path / name, name)
     exact = logits(folder)
     reference = logits(folder, kv_cache_dtype=cache_dtype)
@@ -134,7 +132,8 @@ def with_scales(folder: Path, names: tuple[str, str], *scales: torch.Tensor) -> 
 def test_scales_of_checkpoints_are_used(
     names: tuple[str, str], backend: str, tmp_path: Path
 ) -> None:
-    """Caches hold keys and values over them; without an 8-bit cache nothing is divided."""
+    """Caches hold keys and values divided by the scales; without an 8-bit cache nothing is
+    divided."""
     plain = save_checkpoint(tmp_path / "plain", "llama")
     scaled = save_checkpoint(tmp_path / "scaled", "llama")
     with_scales(scaled, names, torch.tensor(KEY), torch.tensor([VALUE]))
@@ -142,7 +141,7 @@ def test_scales_of_checkpoints_are_used(
     assert outputs(scaled, **whole) == outputs(plain, **whole)
     found = [largest(folder, backend) for folder in (plain, scaled)]
     for before, after, scale in zip(*found, (KEY, VALUE), strict=True):
-        # Powers of two: only numbers that were subnormal differ.
+        # Powers of two: only subnormal numbers differ.
         assert after == pytest.approx(before / scale)
 
 
@@ -171,7 +170,7 @@ def test_unknown_cache_dtypes_are_refused(folder: Path) -> None:
 
 @pytest.mark.parametrize("dtype", [E4M3, E5M2])
 def test_rounding_is_within_half_a_step(dtype: torch.dtype) -> None:
-    """The scaled numbers are normal: half a step is 2^-4 of a number, or 2^-3 in e5m2."""
+    """The scaled numbers are normal, so half a step is 2^-4 of a number, or 2^-3 in e5m2."""
     x = torch.randn(4000, generator=torch.Generator().manual_seed(1))
     for scale in (1.0, 0.01, 3.0):
         kept = x[x.abs() / scale > 2.0**-6]

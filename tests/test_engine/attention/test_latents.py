@@ -40,7 +40,7 @@ CASES = {
 
 
 class OfLatents:
-    """A backend for scenes, whose values are the first elements of their keys."""
+    """A backend for scenes in which the values are the first elements of the keys."""
 
     name: ClassVar[str] = "latents"
 
@@ -69,7 +69,7 @@ class OfLatents:
 
 
 class LatentScene(Scene):
-    """Values are the first elements of keys."""
+    """A scene whose values are the first elements of its keys."""
 
     def __init__(
         self,

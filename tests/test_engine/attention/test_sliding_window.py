@@ -1,6 +1,6 @@
-"""Models whose layers all have a window give back the blocks that fell out of it, and nothing else
-changes: tokens, forks, prefix hits. Random runs are test_scheduler_stateful's business, models with
-two kinds of layers test_kv_groups'.
+"""Models whose layers all have a window give back the blocks that left it, and nothing else
+changes: tokens, forks, prefix hits. test_scheduler_stateful tests random runs, and
+test_kv_cache_groups models with two kinds of layers.
 """
 
 from collections.abc import Callable

@@ -1,5 +1,5 @@
 """The Triton backend through Triton's interpreter, against one dense computation: ragged mixes,
-head sizes and groups, windows, soft caps, keys cut in parts, shared blocks, fp8 caches, padding.
+head sizes and groups, windows, soft caps, split keys, shared blocks, fp8 caches, padding.
 
 With a CUDA device the same tests run there, compiled.
 """
@@ -41,14 +41,14 @@ MIXES = {
 
 
 class RoundScene(Scene):
-    """Keys, values and queries of which 8-bit floats hold any power of two."""
+    """Keys, values and queries in which 8-bit floats represent any power of two."""
 
     def random(self, *shape: int) -> torch.Tensor:
         return super().random(*shape).clamp(-2, 2).mul(2).round().div(2)
 
 
 class UnequalScene(RoundScene):
-    """Queries of 2^18, 1, 2^-40 and 0 times such numbers, head by head."""
+    """Queries of 2^18, 1, 2^-40 and 0 times such numbers, one factor for each head."""
 
     def random(self, *shape: int) -> torch.Tensor:
         made = super().random(*shape)
@@ -64,7 +64,7 @@ def bytes_of(part: torch.Tensor) -> torch.Tensor:
 
 @pytest.fixture
 def small_parts(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Sequences of over 16 keys are cut, into no more than 4 parts."""
+    """Sequences with more than 16 keys are split into at most 4 parts."""
     monkeypatch.setattr(triton_backend, "split_keys", lambda *_: 16)
     monkeypatch.setattr(triton_backend, "MAX_SPLITS", 4)
     monkeypatch.setattr(triton_backend, "decode_launch", lambda *_: Launch(16, 16, 4, 2))
@@ -138,7 +138,7 @@ def test_any_mix_equals_the_reference(
 
 
 class CountedScene(Scene):
-    """Steps as they are recorded: padded, and the device says how many sequences decode."""
+    """Steps as they are recorded: padded, with the number of decoding sequences on the device."""
 
     def metadata(self, which: list[int], starts: list[int], ends: list[int]) -> AttentionMetadata:
         made, prompts = super().metadata(which, starts, ends), 4
@@ -191,7 +191,7 @@ def test_a_sequence_reads_blocks_that_another_writes_in_the_same_step() -> None:
 
 
 def test_caches_of_more_elements_than_32_bits_count() -> None:
-    """A GPU of 80 GB has such. Only what is touched takes memory here."""
+    """A GPU with 80 GB has such caches. Here only the touched pages take memory."""
     case = Case(((37, 1), (20, 9)), heads=2, kv_heads=1, dim=64, block_size=16)
     scene = Scene(case, TritonBackend(HOPPER), torch.float16, DEVICE)
     small, blocks = scene.cache, 2**31 // (16 * 64) + BLOCKS
@@ -246,8 +246,11 @@ def test_a_sequences_bits_do_not_depend_on_its_neighbours(small_parts: None) -> 
 
 @pytest.mark.parametrize("name", ["mixed", "window", "softcap", "odd head"])
 def test_e4m3_from_bits_equals_torchs_rounding(name: str) -> None:
-    """As devices before Ada compute it. Both read the same numbers, so sums of float32 are all that
-    differs; numbers from subnormals to beyond the largest are among them."""
+    """As computed on devices before Ada.
+
+    Both read the same numbers, so they differ only by the rounding of float32 sums; the numbers
+    range from subnormals to beyond the largest.
+    """
     case = replace(CASES[name], params=replace(CASES[name].params, key_scale=0.4, value_scale=2e-3))
     scene, reference = (
         Scene(case, backend, torch.float32, DEVICE, cache_dtype=E4M3)
@@ -277,7 +280,7 @@ def test_fp8_caches_hold_scaled_numbers(dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("capability", [AMPERE, HOPPER])
 def test_fp8_caches_take_bfloat16_queries_of_any_size(capability: tuple[int, int]) -> None:
-    """Products of such are of float16, which neither holds 2^18 nor 2^-40."""
+    """Products of such queries are in float16, which can represent neither 2^18 nor 2^-40."""
     params = replace(CASES["mixed"].params, scale=2.0**-18, value_scale=0.5)
     case = replace(CASES["mixed"], params=params)
     backend = TritonBackend(capability)

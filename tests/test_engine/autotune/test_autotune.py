@@ -1,5 +1,6 @@
-"""Kernels chosen by timing: what is clearly faster, right, and the same each time; kept between
-processes; the default wherever anything speaks against another one. Times are given, not taken.
+"""Kernels chosen by timing: those that are clearly faster, correct and reproducible; choices kept
+between processes; the default whenever there is a doubt. Times are given by the tests, not
+measured.
 """
 
 import json
@@ -128,7 +129,8 @@ def test_choices_are_kept_for_a_device_and_its_versions(tmp_path: Path) -> None:
     assert table.read() == {}
     table.write([Choice("x", "b", {"a": 2.0, "b": 1.0}), Choice("unmeasured", "a")])
     table.write([Choice("y", "a", {"a": 1.0}, {"b": "its result is 1 off"})])
-    table.write([Choice("z", "a", {"a": 1.0}, {"b": "no time was left"})])  # to be gone on with
+    # which is continued later
+    table.write([Choice("z", "a", {"a": 1.0}, {"b": "no time was left"})])
     assert table.file.name == "NVIDIA_H100_80GB.json"
     assert [one.name for one in table.file.parent.iterdir()] == [table.file.name]
     assert table.read() == {"x": "b", "y": "a"}
@@ -139,7 +141,7 @@ def test_choices_are_kept_for_a_device_and_its_versions(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("text", ["{", "[]", '{"kernels": {"x": {}}}'])
-def test_a_file_that_is_no_table_is_named(tmp_path: Path, text: str) -> None:
+def test_a_file_that_is_not_a_table_is_named(tmp_path: Path, text: str) -> None:
     (tmp_path / "cpu.json").write_text(text)
     with pytest.raises(ConfigError, match=r"cpu\.json is .*: remove it"):
         ChoiceTable(tmp_path, "cpu", {}).read()
@@ -197,7 +199,7 @@ def test_tuning_does_not_change_the_results_of_a_model(
 
 
 def logprob(output: Output) -> float:
-    """The log probability of the first token: rounding may change the most probable one."""
+    """The log probability of the first token; rounding may change the most probable one."""
     return output.logprobs[0].logprob
 
 
@@ -268,7 +270,7 @@ def test_experts_use_the_tiles_that_were_measured(monkeypatch: pytest.MonkeyPatc
     assert shape.read_bytes(1000) == pytest.approx(4 * shape.expert_bytes)
     launch = tuned.chosen(2)
     assert launch is not None and launch.up.rows == launch.down.rows == 64
-    assert tuned.chosen(1) is tuned.chosen(17) is None  # of another number of tokens
+    assert tuned.chosen(1) is tuned.chosen(17) is None  # for another number of tokens
     x = mixture.rows(9, cpu)
     bound = 4 * torch.finfo(torch.bfloat16).eps
     torch.testing.assert_close(moe(x), mixture.one_by_one(cpu)(x), rtol=bound, atol=bound)
@@ -342,7 +344,7 @@ def test_candidates_are_compiled_together(tmp_path: Path) -> None:
     done = subprocess.run(
         [sys.executable, str(program)], env=environment, capture_output=True, text=True, check=False
     )
-    # A failed kernel is not kept, and reports its error when it is launched.
+    # A kernel that failed is not kept, and reports its error when it is launched.
     assert done.stdout.splitlines() == ["['CompiledKernel', 'CompiledKernel']", "True"], done.stderr
 
 

@@ -1,4 +1,4 @@
-"""The progress that a user sees of a long load, and the bytes that are read ahead."""
+"""The progress that a user sees during a long load, and the bytes that are read ahead."""
 
 import logging
 import os

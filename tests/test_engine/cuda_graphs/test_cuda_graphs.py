@@ -130,7 +130,7 @@ def test_every_batch_size_has_a_graph_with_little_padding(seqs: int, length: int
 
 
 def test_the_memory_of_all_graphs_is_known_from_two(runner: ModelRunner) -> None:
-    """The first takes the pool and its own, 90 bytes; each further one 7."""
+    """The first graph takes the pool and its own memory, 90 bytes; each further one takes 7."""
     left = iter([1000, 910, 903])
     metered = MeteredCapture(Replays(), lambda: next(left))
     sizes = CaptureSizes((1, 2, 4, 6), (24, 512))

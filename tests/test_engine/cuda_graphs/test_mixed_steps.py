@@ -80,7 +80,7 @@ def test_every_mixture_of_prompts_and_decodes_gives_the_tokens_of_steps_without_
     assert len(steps) - len(replays.used) < 2, "a step with more than three prompts has no graph"
 
 
-def test_a_step_with_more_prompts_or_tokens_than_a_graph_is_launched(
+def test_a_step_with_more_prompts_than_any_graph_runs_without_one(
     runner: ModelRunner, checkpoint: Any
 ) -> None:
     settings, replays = config(checkpoint("qwen3")), Replays()

@@ -1,4 +1,4 @@
-"""Ranks as processes: their logs, the signals they leave to rank 0, and how they end."""
+"""Ranks as processes: their logs, the signals that they leave to rank 0, and how they end."""
 
 import logging
 import os
@@ -67,14 +67,14 @@ def test_an_engine_and_its_ranks_start_and_end_together(
     assert "weights loaded" in logged, "its progress is in rank 0's log"
 
     engine, pid = Engine(config, runner), pid_of(runner)
-    for number in (signal.SIGINT, signal.SIGTERM):  # as a terminal sends to a whole group
+    for number in (signal.SIGINT, signal.SIGTERM):  # as a terminal does to a whole process group
         os.kill(pid, number)
     assert tokens(engine, path) == path.output
 
     failures: SimpleQueue[Exception] = SimpleQueue()
     assert runner.peers is not None
     runner.peers.watch(failures.put)
-    os.kill(pid, signal.SIGSTOP)  # a step waits for it, and so for its end
+    os.kill(pid, signal.SIGSTOP)  # a step waits for this rank, and so for its end
     killer = Timer(0.1, os.kill, (pid, signal.SIGKILL))
     killer.start()
     for name in ("first", "second"):

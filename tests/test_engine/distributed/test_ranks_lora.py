@@ -1,5 +1,5 @@
 """Adapters over several ranks: the tokens of merged weights, whatever the architecture, and slots
-that change hands on all ranks alike.
+that get new adapters on all ranks alike.
 
 Ranks are threads with real gloo collectives. Left out: GPUs and NCCL; test_e2e has the processes.
 """
@@ -38,7 +38,7 @@ NGRAM = SpeculativeConfig(method="ngram", prompt_lookup_min=1, adaptive=False)
 
 
 class Bench:
-    """An engine of `size` ranks with a scene's adapters, of which two run at once."""
+    """An engine with `size` ranks and a scene's adapters, two of which run at once."""
 
     def __init__(self, scene: AdapterScene, size: int = 2, **options: Any) -> None:
         usual: dict[str, Any] = {
@@ -111,8 +111,8 @@ def test_a_mixed_batch_gives_the_tokens_of_merged_weights(
 def test_slots_get_new_adapters_on_all_ranks(
     adapter_scene: AdapterScene, options: dict[str, Any]
 ) -> None:
-    """Three adapters, of which one or two fit: an evicted one is written again, over modules that
-    it lacks and the one before it had."""
+    """Three adapters, of which only one or two fit at once: an evicted adapter is written again,
+    over modules of the previous one that it does not have."""
     with Bench(adapter_scene, **options) as bench:
         bench.serve([*ADAPTERS, None])
         for name in ("one", "all", None, "some"):
@@ -155,9 +155,9 @@ def test_an_adapter_that_cannot_be_read_leaves_the_ranks_and_slots_as_they_were(
 def test_each_rank_records_and_replays_steps_with_adapters(
     adapter_scene: AdapterScene, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Rows of adapters are read by the recordings of both ranks, of which the two largest, with
-    adapters and without, are rehearsed before the KV cache is sized; kernels and graphs stand
-    in."""
+    """The recordings of both ranks read the rows of adapters. The two largest recordings, with and
+    without adapters, are rehearsed before the KV cache is sized. Kernels and graphs are
+    emulated."""
     replays = Replays()
 
     def count(config: Any, device: Any, per_block: int, length: int, profile: Profile) -> int:

@@ -1,9 +1,7 @@
-"""Two ranks under random arrivals, aborts and steps, with so few blocks that sequences give way.
-
-Hypothesis drives an engine whose model is divided; one in one process, with room for all, says what
-each request's tokens are. Ranks are threads with real collectives; of three adapters the divided
-model has room for two.
-"""
+"""Two ranks under random arrivals, aborts and steps, with so few blocks that sequences are
+preempted. Hypothesis drives an engine whose model is divided; an engine in one process, with room
+for all, gives the expected tokens of each request. Ranks are threads with real collectives; of
+three adapters the divided model has room for two."""
 
 from collections import defaultdict
 from collections.abc import Iterator
@@ -91,7 +89,8 @@ class RanksMachine(RuleBasedStateMachine):
             policy=policy,
             max_num_batched_tokens=budget,
             max_num_seqs=min(max_num_seqs, budget),
-            speculative_config=NGRAM if drafts else None,  # without: steps ahead of each other
+            # without speculation: steps ahead of each other
+            speculative_config=NGRAM if drafts else None,
         )
         self.engine = Engine(config, self.bench.ranks)
 

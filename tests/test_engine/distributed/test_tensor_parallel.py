@@ -1,5 +1,5 @@
-"""Several ranks give the tokens of one: for all architectures, numbers of ranks, and all operations
-of the engine on sequences.
+"""Several ranks give the same tokens as one: for all architectures, all numbers of ranks, and all
+operations of the engine on sequences.
 
 Most ranks here are threads with real gloo collectives; one test has them as processes. Left out:
 GPUs and NCCL, which need more than one device.
@@ -89,7 +89,7 @@ def test_greedy_tokens_equal_transformers(
 
 
 def prompts() -> list[tuple[int, ...]]:
-    """Beginnings that are shared, and repetitions that n-grams find."""
+    """Prompts with common beginnings, and with repetitions that n-grams find."""
     shared = tuple(range(30, 50))
     return [(*shared, 100 + i, *([60 + i, 70, 80] * 4), 60 + i) for i in range(5)]
 
@@ -172,9 +172,11 @@ def test_each_rank_replays_its_own_graphs(
 def test_memory_for_the_graphs_of_each_rank_is_kept_free(
     checkpoint: CheckpointMaker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Each rank records its two largest steps over the small cache, before memory is divided: the
-    first takes 50 bytes and each further one 10 on rank 0, twice as many on the others. The rank
-    with the least room decides."""
+    """Each rank records its two largest steps with a small cache before memory is divided.
+
+    The first one takes 50 bytes and each further one 10 on rank 0, twice as many on the others. The
+    rank with the least room decides.
+    """
     replays, first = Replays(), current_thread().name
     others = ("rank-1", "rank-2", "rank-3")
     free = {first: iter((1000, 950, 940))} | {name: iter((1000, 900, 880)) for name in others}
@@ -261,8 +263,11 @@ def test_weights_that_stay_in_fp8_are_cut(
 
 
 def test_each_rank_keeps_its_kv_in_8_bits(checkpoint: CheckpointMaker) -> None:
-    """Half the bytes, and the tokens of one process: Gemma's differ little from those of whole KV,
-    and the prompt is one whose tokens stand far from their rivals."""
+    """Half the bytes, and the tokens of one process.
+
+    Gemma's tokens differ little from those with unrounded KV, and for this prompt they are far
+    ahead of other tokens.
+    """
     folder = checkpoint("gemma2")
     (path,) = Reference(folder).clear_paths(1, LENGTH)
     options: dict[str, Any] = {"kv_cache_dtype": "fp8", "attention_backend": "auto"}

@@ -1,4 +1,5 @@
-"""The engine and the thread that owns it. Tests wait for events, with limits no machine reaches."""
+"""The engine and the thread that owns it. Tests wait for events, with limits that no machine
+reaches."""
 
 from collections.abc import Iterator
 from queue import Queue
@@ -22,7 +23,7 @@ LIMIT = 60.0
 
 
 class GatedRunner(FakeRunner):
-    """Computes a step only when `gate` is set; says in `entered` that one was begun."""
+    """Computes a step only when `gate` is set; sets `entered` when it has begun one."""
 
     def __init__(self, *, async_scheduling: bool) -> None:
         super().__init__(async_scheduling=async_scheduling)
@@ -40,7 +41,7 @@ class GatedRunner(FakeRunner):
 
 
 class Desk:
-    """A loop over a gated runner, and all that it called back with."""
+    """A loop over a gated runner, and all its callbacks."""
 
     def __init__(self, *, async_scheduling: bool) -> None:
         self.runner = GatedRunner(async_scheduling=async_scheduling)
@@ -191,7 +192,7 @@ def test_a_stop_ends_the_loop_after_the_current_step(desk: Desk) -> None:
 
 
 def test_a_drain_also_ends_aborted_sequences_of_the_step_in_flight(desk: Desk) -> None:
-    """The last token of a request with a stop token is noticed late where steps are ahead."""
+    """A stop token is noticed late if steps run ahead."""
     tokens = desk.runner.expected(make_request("a", [1], params=long_params()), 0)[0]
     last = next(
         token for place, token in enumerate(tokens) if token not in tokens[:place] and place

@@ -12,7 +12,7 @@ def params(max_tokens: int, stop_token_ids: tuple[int, ...] = ()) -> SamplingPar
 
 
 class Line:
-    """A rig whose steps are ahead of each other."""
+    """A rig whose steps run ahead of each other."""
 
     def __init__(self, rig: Rig) -> None:
         self.rig = rig

@@ -1,5 +1,5 @@
 """`make test-cpus`: a process at a lower level of instructions uses no more, and a level that was
-not reached is no pass."""
+not reached has not passed."""
 
 import os
 from dataclasses import replace

@@ -1,6 +1,6 @@
-"""Kernels that begin before their turn: only while a step is recorded for which whole steps were
-measured to be faster so, and with the same bits. Times are given, not taken; that such kernels wait
-for all before them is shown by what is compiled (test_triton_compile).
+"""Kernels that start before the previous one has ended: only while a step is recorded, and only if
+whole steps were measured to be faster with the same bits. Times are given by the tests, not
+measured. test_triton_compile shows in the compiled code that such kernels wait for all before them.
 """
 
 import ast
@@ -176,10 +176,10 @@ def test_whole_steps_are_measured_from_hopper_on_and_in_one_process(
 
 
 def test_a_launch_mode_whose_replays_differ_is_not_used() -> None:
-    """Launched by the host kernels hardly overlap: a race shows when they are replayed."""
+    """When the host launches kernels, they hardly overlap: a race shows only in replays."""
 
     class Recording:
-        """A device whose replays of what is not the first candidate write something else."""
+        """A device on which replays of any candidate but the first write something else."""
 
         def __init__(self) -> None:
             self.timed = 0
@@ -198,7 +198,7 @@ def test_a_launch_mode_whose_replays_differ_is_not_used() -> None:
 
 
 def kernels() -> dict[str, ast.FunctionDef]:
-    """All that can be launched before their turn."""
+    """All kernels that can start before the previous one has ended."""
     found: dict[str, ast.FunctionDef] = {}
     for file in Path(dependent_launch.__file__).parent.glob("*.py"):
         for node in ast.parse(file.read_text()).body:

@@ -1,4 +1,4 @@
-"""Programmatic dependent launch on a GPU: kernels begin before the previous one has ended.
+"""Programmatic dependent launch on a GPU: kernels start before the previous one has ended.
 
 Recorded steps of small kernels, which overlap the most, must give the same bits as kernels that run
 one after the other, in every replay. Needs Hopper or newer: `pytest -m gpu -rs`.
@@ -99,7 +99,7 @@ def test_replays_give_the_same_bits_as_kernels_that_do_not_overlap(
 def expect_replays(
     scene: StepBenchmark, overlaps: tuple[str, ...], fused_norms: bool
 ) -> torch.Tensor:
-    """The result of all replays. Fails if one of them differs."""
+    """Replays the recordings, and fails if one result differs from the others."""
     alone = StepLaunch(None, fused_norms)
     expected = [scene.run(alone).clone() for _ in range(2)][1]
     assert torch.isfinite(expected).all() and expected.norm() > 0

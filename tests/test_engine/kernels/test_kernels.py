@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from headrace_engine.kernels.cpu import build, library
-from headrace_engine.kernels.cpu.self_check import multiplies_rightly
+from headrace_engine.kernels.cpu.self_check import multiplies_correctly
 from headrace_engine.operators.base import HeadShape, QKNorm, TorchOps
 from headrace_engine.operators.cpu import NativeOps, make_ops
 from headrace_testing.cpu_levels import chosen_sets
@@ -123,7 +123,7 @@ def test_strided_rows_of_argmax(ops: NativeOps, dtype: torch.dtype) -> None:
     assert torch.equal(ops.argmax(x[::2, :50])[0], x[::2, :50].float().argmax(-1))
 
 
-def test_other_dtypes_and_layouts_take_torch(ops: NativeOps) -> None:
+def test_other_dtypes_and_layouts_are_computed_by_torch(ops: NativeOps) -> None:
     half, plain = random(3, 64, dtype=torch.float16), TorchOps()
     weight = random(64, dtype=torch.float16, seed=1)
     assert torch.equal(ops.rms_norm(half, weight, 1e-6), plain.rms_norm(half, weight, 1e-6))
@@ -141,7 +141,7 @@ def test_no_rows_are_no_error(ops: NativeOps, dtype: torch.dtype) -> None:
 
 
 class Miscalculating(library.Kernels):
-    """The kernels of this CPU under AMX's name, with one wrong result in each product."""
+    """The kernels of this CPU under AMX's name, which make one mistake in each product."""
 
     def __init__(self) -> None:
         right = library.load()
@@ -156,7 +156,7 @@ class Miscalculating(library.Kernels):
 
 
 def test_every_library_multiplies_correctly(ops: NativeOps) -> None:
-    assert multiplies_rightly(ops._kernels)
+    assert multiplies_correctly(ops._kernels)
 
 
 def test_amx_that_gives_wrong_products_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -186,7 +186,7 @@ def test_the_environment_forces_an_instruction_set(monkeypatch: pytest.MonkeyPat
 
 
 def test_an_unknown_instruction_set_is_refused_with_the_known_ones() -> None:
-    with pytest.raises(library.KernelsUnavailable, match="'mmx' is none of .*baseline"):
+    with pytest.raises(library.KernelsUnavailable, match="'mmx' is not one of .*baseline"):
         library.load("mmx")
 
 
@@ -218,7 +218,7 @@ def test_without_a_compiler_the_error_names_what_to_install(
 
 
 def compiler(path: Path, refused: str) -> str:
-    """A program that writes its last argument, but fails on command lines with `refused`."""
+    """A program that writes its last argument, but fails if the command line contains `refused`."""
     path.write_text(
         f'#!/bin/sh\ncase "$*" in *{refused}*) echo no >&2; exit 1;; esac\n'
         'for last; do :; done\necho "$*" >> "$0.log"\n: > "$last"\n'
@@ -263,7 +263,7 @@ def test_libraries_that_are_up_to_date_are_kept(tmp_path: Path) -> None:
     log.unlink()
     assert build.build(tmp_path, cxx=command) == first
     assert not log.exists()
-    # Other processes, in which sets have another order, keep them too.
+    # Other processes, in which sets have another order, must keep them too.
     script = (
         "from pathlib import Path; from headrace_engine.kernels.cpu.build import build; "
         f"build(Path({str(tmp_path)!r}), {command!r})"
@@ -284,7 +284,8 @@ def test_libraries_are_compiled_for_no_particular_machine() -> None:
 
 
 def test_products_on_amx_tiles_by_emulation(tmp_path: Path) -> None:
-    """Few machines have AMX: its instructions are emulated, and the code that uses them is real."""
+    """Few machines have AMX: its instructions are emulated, but the code that uses them is the real
+    one."""
     try:
         compiler = build._find_compiler(None)
     except build.BuildError as error:

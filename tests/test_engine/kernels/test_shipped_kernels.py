@@ -1,5 +1,5 @@
-"""An engine on a GPU where there is no C compiler, as in its image: on the null CUDA device, with
-what the image's build would have compiled.
+"""An engine on a GPU without a C compiler, as in its image: on the null CUDA device, with the
+kernels that the image's build compiles.
 """
 
 import os
@@ -18,7 +18,7 @@ from headrace_testing.null_cuda_forks import Programs
 REASON = refusal()
 pytestmark = [
     pytest.mark.skipif(REASON is not None, reason=f"no null CUDA device: {REASON}"),
-    pytest.mark.timeout(900),  # kernels are compiled, by one core
+    pytest.mark.timeout(900),  # kernels are compiled on one core
 ]
 MANAGER = "headrace_engine.kernels.triton.shipped:ShippedFirst"
 COMPILE, DECODE = "headrace_testing.few_candidates", "headrace_testing.decode"
@@ -36,7 +36,7 @@ def programs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Programs]:
 
 @pytest.fixture(scope="module")
 def prefix(tmp_path_factory: pytest.TempPathFactory, programs: Programs) -> Path:
-    """The prefix of an installation with the demo model's kernels, compiled as in the
+    """The prefix of an installation with the compiled kernels of the demo model, as in the
     Dockerfile."""
     prefix = tmp_path_factory.mktemp("prefix")
     given = {"TRITON_CACHE_DIR": str(prefix / SHIPPED), "TRITON_STORE_BINARY_ONLY": "1"}

@@ -1,6 +1,6 @@
 """Products of few rows through Triton's interpreter, against float64: rows and outputs that fill no
-tile, inputs in parts, the activation of a gated MLP. And parts of keys joined by the program that
-comes last.
+tile, split inputs, the activation of a gated MLP. Also split keys, whose results the last program
+joins.
 """
 
 from dataclasses import replace
@@ -117,7 +117,7 @@ def test_parts_joined_within_the_kernel_have_the_bits_of_those_joined_apart() ->
         found, exact = scene.step()
         torch.testing.assert_close(found.double(), exact, rtol=2e-5, atol=2e-5)
         outputs.append(found)
-        again, exact = scene.step()  # what counts the parts was left as it was found
+        again, exact = scene.step()  # the counter of the parts is left as it was found
         torch.testing.assert_close(again.double(), exact, rtol=2e-5, atol=2e-5)
     assert torch.equal(*outputs)
 

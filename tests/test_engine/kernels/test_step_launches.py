@@ -1,5 +1,5 @@
-"""The launches of a decode step on a GPU: few kernels, and none that waits for the host, which a
-recording could not hold. Counted on tensors without memory.
+"""The launches of a decode step on a GPU: few kernels, and none that waits for the host, which
+could not be recorded. Counted on tensors without memory.
 """
 
 import json
@@ -19,20 +19,21 @@ RECORDED = (
 
 
 def test_a_layer_of_llama_is_ten_launches() -> None:
-    """Four products, two norms with the residual's sum, and one each: rotation with the cache's
+    """Four products, two norms with the residual sum, and one launch each for: rotation and cache
     writes, attention, the merge of its parts, SiLU."""
     found = step_launches.decode_step(SHAPES["8b"].config(), 1, 1024)
     assert found.per_layer == 10
     assert found.total == 10 * 32 + 5  # embedding, cos, sin, first norm, head
-    assert step_launches.decode_step(SHAPES["1b"].config(), 1, 64).per_layer == 9  # in one part
+    # in a single part
+    assert step_launches.decode_step(SHAPES["1b"].config(), 1, 64).per_layer == 9
     fewest = step_launches.decode_step(SHAPES["8b"].config(), 1, 1024, fewest=True)
     assert fewest.per_layer == 6, "norms, SiLU and the merge are parts of others"
     assert fewest.total == 6 * 32 + 5
 
 
 def test_a_layer_of_experts_is_twelve_launches(checkpoint: Any) -> None:
-    """In place of two products and SiLU: the router's, routing, two for all experts, their sum; a
-    step of more than 32 tokens counts before it lays them out."""
+    """Instead of two products and SiLU: the router, the routing, two products for all experts,
+    their sum. A step of more than 32 tokens also counts the tokens before it lays them out."""
     config = json.loads((checkpoint("mixtral") / "config.json").read_text())
     config["num_hidden_layers"] = 8
     found = [step_launches.decode_step(config, batch, 600) for batch in (1, 32, 33)]
@@ -48,7 +49,7 @@ def test_a_step_does_not_wait_for_the_host(name: str, checkpoint: Any) -> None:
 
 
 def test_adapters_are_two_launches_for_each_linear_layer_and_do_not_wait_for_the_host() -> None:
-    """However many different ones there are."""
+    """Independent of the number of different adapters."""
     config = SHAPES["1b"].config()
     plain = step_launches.decode_step(config, 4, 64)
     for adapters in (1, 4):

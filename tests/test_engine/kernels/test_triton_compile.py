@@ -1,6 +1,6 @@
-"""Every Triton kernel compiles for the GPUs it is meant for, spills no registers and fits their
-shared memory. It loads its next keys while it multiplies on tensor cores, and is launched without a
-number that only the device knows.
+"""Every Triton kernel compiles for its GPUs, spills no registers and fits their shared memory. It
+loads the next keys while it multiplies on tensor cores, and its launch needs no number that only
+the device knows.
 """
 
 import json
@@ -14,24 +14,25 @@ import pytest
 
 pytestmark = pytest.mark.timeout(900)  # the first test waits for all kernels to compile
 BENCHMARKS = Path(__file__).parents[3] / "benchmarks"
-# 89 has the least shared memory of a program: 99 KiB.
+# 89 has the least shared memory for a program: 99 KiB.
 RUNS = {"Hopper": (90, "mixtral"), "Ada, fp8": (89, "gemma2-fp8")}
 PRODUCTS = {
     *("decode_kernel", "prefill_kernel", "linear_kernel", "lora_shrink_kernel"),
     *("small_batch_kernel", "small_batch_silu_kernel"),
 }
-# Kernels that may be launched early, by an option of the compiler; nearly all.
+# An option with which kernels are compiled for programmatic dependent launch, except
+# NOT_OVERLAPPING.
 OVERLAPPING = "--dependent"
-TAKING_TURNS = {
+NOT_OVERLAPPING = {
     *("stage_kernel", "sample_kernel", "store_kernel", "prefill_kernel", "linear_kernel"),
 }
-# It multiplies once: nothing more could be on its way.
+# They only multiply one tile, so there is no next tile to load meanwhile.
 SINGLE = {"lora_expand_kernel", "expert_expand_kernel"}
 KERNELS = PRODUCTS | {
     "store_kernel", "rotate_kernel", "merge_kernel", "rms_norm_kernel", "silu_mul_kernel",
     "stage_kernel", "sample_kernel", "lora_expand_kernel",
 }  # fmt: skip
-# Kernels of a run: products, and others besides KERNELS.
+# The kernels of a run: products, and others besides KERNELS.
 MORE = {
     "Hopper": (
         {"grouped_kernel", "expert_shrink_kernel", "packed_linear_kernel", "grouped_packed_kernel"},
@@ -94,12 +95,12 @@ def test_tensor_cores_multiply_while_the_next_keys_are_loaded(
     assert set(using) == PRODUCTS | MORE[name][0]
     assert all(one["in_flight"] > 0 for one in using.values())
     assert ("wgmma" in using["prefill_kernel"]["products"]) == name.startswith("Hopper")
-    # A thread's copies of keys; those of 4 bytes are the block table's.
+    # A thread's copies of keys; copies of 4 bytes are those of the block table.
     assert set(using["prefill_kernel"]["copy_sizes"]) <= {"4", "8", "16"}
 
 
 def test_loops_leave_multiprocessors_time_to_wait_for_memory(compiled: Compiled) -> None:
-    """Counted, for the bandwidth of an H200; beyond half of it something would be waited for."""
+    """The counted instructions of a loop take about half as long as its loads on an H200."""
     from compiled.loops import Loop
 
     found = {
@@ -128,12 +129,13 @@ def test_kernels_without_dependent_launch_do_not_wait(name: str, compiled: Compi
 
 
 def test_before_they_wait_kernels_only_prefetch_weights(compiled: Compiled) -> None:
-    """Else they would read what is not written yet, or write what is still read."""
+    """Otherwise they would read data before it is written, or overwrite data that is still being
+    read."""
     found = compiled[OVERLAPPING]
     assert all(one["dependent"] for one in found)
     assert not any(one["hazards"] or one["spilled"] for one in found), "wait in time"
-    assert TAKING_TURNS.isdisjoint(one["kernel"] for one in found)
-    assert {one["kernel"] for one in found} >= KERNELS - TAKING_TURNS
+    assert NOT_OVERLAPPING.isdisjoint(one["kernel"] for one in found)
+    assert {one["kernel"] for one in found} >= KERNELS - NOT_OVERLAPPING
     products = [one["variant"] for one in found if one["kernel"].startswith("small_batch_")]
     for norm, kernels in (("add True", 1), ("parts 128", 2)):
         assert sum(norm in one for one in products) == kernels, "norms within products, too"

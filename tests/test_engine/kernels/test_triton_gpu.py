@@ -1,6 +1,6 @@
-"""The Triton backend on a GPU, in the shapes of real models: against the reference in float32, and
-captured in a CUDA graph; and every kernel that an engine may choose at warm-up. Needs a CUDA
-device: `pytest -m gpu -rs`.
+"""The Triton backend on a GPU, in the shapes of real models: compared with the reference in
+float32, and recorded in a CUDA graph. Also every kernel that an engine may choose at warm-up. Needs
+a CUDA device: `pytest -m gpu -rs`.
 """
 
 from dataclasses import replace
@@ -58,7 +58,7 @@ def test_a_captured_step_gives_the_same_bits() -> None:
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize(("inputs", "outputs"), [(4096, 6144), (14336, 4096), (4096, 28672)])
 def test_every_candidate_of_a_product(inputs: int, outputs: int, dtype: torch.dtype) -> None:
-    """Results are right and have the same bits each time: parts are joined in one order."""
+    """Results are correct and always have the same bits: parts are joined in a fixed order."""
     weight = (torch.randn(outputs, inputs, device=CUDA) * 0.02).to(dtype)
     linear = TritonOps().linear(weight, None)
     assert isinstance(linear, TunedLinear)
@@ -71,7 +71,7 @@ def test_every_candidate_of_a_product(inputs: int, outputs: int, dtype: torch.dt
             try:
                 found = compute(x, launch)
             except OutOfResources:
-                continue  # as the autotuner does on devices that are smaller than Hopper
+                continue  # as the autotuner does on devices before Hopper
             gate, up = exact.chunk(2, dim=-1)
             expected = (
                 exact if compute == linear.small_batch else torch.nn.functional.silu(gate) * up
@@ -83,7 +83,7 @@ def test_every_candidate_of_a_product(inputs: int, outputs: int, dtype: torch.dt
 
 @pytest.mark.parametrize("name", SHAPES)
 def test_parts_joined_within_the_kernel(name: str) -> None:
-    """The result has the same bits as with parts that another kernel joins, each time."""
+    """The results always have the same bits as with parts that another kernel joins."""
     outputs = []
     for merges in (False, True, True, True):
         backend, case = TritonBackend(), SHAPES[name]

@@ -1,10 +1,10 @@
-"""The counts of benchmarks/compiled/loops.py in machine code: innermost loops, instructions by
-kind, bytes that they load, and which part of a multiprocessor they keep busy for how long.
+"""What benchmarks/compiled/loops.py counts in machine code: innermost loops, instructions by kind,
+the bytes that they load, and how long they keep each part of a multiprocessor busy.
 """
 
 from compiled.loops import Loop, describe_loop, loops_of, parse
 
-# An outer loop around an inner one of a copy, a product and what goes with them; a jump to itself.
+# An outer loop around an inner one with a copy, a product and their surroundings; a jump to itself.
 LISTING = """
         /*0000*/                   MOV R1, c[0x0][0x28] ;
 .L_x_0:
@@ -40,7 +40,7 @@ def test_an_iteration_of_an_innermost_loop_is_counted() -> None:
     }  # fmt: skip
     threads = 8 * 32
     assert found.loaded == threads * (16 + 8)
-    # Each quarter of a multiprocessor has two of eight warps.
+    # Each quarter of a multiprocessor runs two of eight warps.
     assert found.issue == 2 * 12
     assert found.arithmetic == 2 * 8, "16 threads a clock of a multiprocessor"
     assert found.tensor == 2 * (16 * 8 * 16 + 64 * 128 * 16 / 4) / 512

@@ -11,7 +11,7 @@ def block_counts(pool: BlockPool) -> tuple[int, int, int]:
 
 
 def cached(pool: BlockPool, *hashes: bytes) -> list[int]:
-    """Registers one block a hash, then frees all in this order."""
+    """Registers one block for each hash, then frees all in this order."""
     blocks = [pool.allocate() for _ in hashes]
     for block, block_hash in zip(blocks, hashes, strict=True):
         pool.register(block, block_hash)

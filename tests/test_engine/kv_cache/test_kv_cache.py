@@ -10,7 +10,7 @@ def sequence(length: int, salt: bytes = b"", request_id: str = "r") -> Sequence:
 
 
 def compute(cache: KVCacheManager, seq: Sequence, end: int) -> list[tuple[int, int]]:
-    """Plans and books a run up to `end`; returns its copies."""
+    """Plans and records a run up to `end`; returns its copies."""
     copies: list[tuple[int, int]] = []
     start = seq.num_computed_tokens
     cache.extend(seq, end, copies)

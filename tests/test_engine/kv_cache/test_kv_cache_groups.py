@@ -1,5 +1,5 @@
-"""Where layers keep different positions, all or a window, each group of them has blocks of its own
-from one pool. Random runs are test_scheduler_stateful's business.
+"""If some layers keep all positions and others a window, each group of layers has its own blocks
+from one pool. test_scheduler_stateful tests random runs.
 """
 
 from collections.abc import Callable
@@ -33,18 +33,18 @@ PROMPT = tuple(range(10, 40))
 
 
 def windows(layers: int, every: int, window: int = 512) -> list[int | None]:
-    """Each `every`-th layer sees all keys."""
+    """Every `every`-th layer sees all keys."""
     return [None if (layer + 1) % every == 0 else window for layer in range(layers)]
 
 
 @pytest.mark.parametrize(
     ("layers", "every", "full", "sliding", "places"),
     [
-        (26, 6, 1, 6, 4),  # Gemma-3 1B: two of 28 places stay empty
+        (26, 6, 1, 6, 4),  # Gemma-3 1B: two of 28 slots stay empty
         (62, 6, 1, 6, 10),  # 27B
         (26, 2, 1, 1, 13),  # Gemma-2
         (36, 2, 1, 1, 18),  # gpt-oss
-        (11, 2, 1, 1, 6),  # five layers that see all, six with a window: one place stays empty
+        (11, 2, 1, 1, 6),  # five layers that see all, six with a window: one slot stays empty
         (5, 6, 0, 1, 5),
         (5, 1, 1, 0, 5),
         (40, 40, 1, 0, 40),  # 40 block tables would cost more than they save
@@ -104,7 +104,7 @@ def test_sequences_that_fork_after_the_prompt_match_the_prompt_only() -> None:
 
 
 def check(output: Output, path: GreedyPath, reference: Reference) -> None:
-    """Compares unlikely tokens, too: in so small a model the likely ones hardly depend on the
+    """Compares unlikely tokens, too: in such a small model the likely ones hardly depend on the
     context."""
     assert tuple(output.token_ids) == path.output
     logits = reference.logits((*path.prompt, *path.output))[len(path.prompt) - 1 : -1]

@@ -1,8 +1,6 @@
-"""Adapters of a mixture's experts: Triton's products, through the interpreter, against experts one
-by one; and the forms in which PEFT saves them.
-
-Whole models with such adapters are in test_lora and test_ranks_lora.
-"""
+"""Adapters of a mixture's experts: Triton's products, through the interpreter, compared with
+experts one by one; and the formats in which PEFT saves them. test_lora and test_ranks_lora test
+whole models with such adapters."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -62,7 +60,7 @@ def factors(shape: Any, rank: int, seed: int, dtype: torch.dtype) -> Factors:
 
 
 def layer_of(mixture: Mixture, slots: list[int]) -> LayerLoRA:
-    """Each slot had the adapter of the next one before."""
+    """A layer in whose slots each adapter replaces an earlier one."""
     linears: dict[LinearName, LoRALinear] = {}
     experts: dict[LinearName, LoRAExperts] = {}
     for name, shape in mixture_shapes(mixture.hidden, mixture.config).items():
@@ -154,7 +152,7 @@ def test_recorded_steps_change_experts(
 
 
 def test_padding_is_left_alone() -> None:
-    """Rows without a slot in the cache have no expert, as in recorded steps."""
+    """Rows without a slot in the cache get no expert, as in recorded steps."""
     mixture, slots = MIXTURES["few"]
     lora, x = layer_of(mixture, slots), mixture.rows(4, DEVICE)
     grouped = GroupedMoe(mixture.parts(DEVICE))
@@ -167,7 +165,10 @@ def test_padding_is_left_alone() -> None:
 def test_pefts_version_decides_which_of_two_square_matrices_is_a(
     version: str | None, turned: bool, tmp_path: Path
 ) -> None:
-    """Gate and up together have as many outputs as inputs. Others are told by their shapes."""
+    """Gate and up together have as many outputs as inputs.
+
+    Other matrices are recognised by their shapes.
+    """
     checkpoint = save_checkpoint(tmp_path / "model", "qwen3-moe", moe_intermediate_size=32)
     fields: dict[str, Any] = {} if version is None else {"peft_version": version}
     folder = save_adapter(

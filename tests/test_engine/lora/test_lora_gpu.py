@@ -1,4 +1,4 @@
-"""Adapters on a GPU with the shapes that models have: against the dense computation in float32,
+"""Adapters on a GPU in the shapes of real models: compared with the dense computation in float32,
 and recorded in a CUDA graph. Needs a CUDA device: `pytest -m gpu -rs`.
 """
 
@@ -22,7 +22,7 @@ pytestmark = [
 
 CUDA = torch.device("cuda")
 SLOTS, STEPS = 4, 256
-# Llama 8B's.
+# The sizes of Llama 8B.
 SHAPES = {
     "qkv": (4096, {"q_proj": 4096, "k_proj": 1024, "v_proj": 1024}),
     "o": (4096, {"o_proj": 4096}),
@@ -32,7 +32,7 @@ SHAPES = {
 
 
 class Layer:
-    """Each slot's adapter is of another rank."""
+    """A layer in which each slot's adapter has another rank."""
 
     def __init__(self, name: str, max_rank: int, deterministic: bool = False) -> None:
         inputs, widths = SHAPES[name]
@@ -43,7 +43,7 @@ class Layer:
         self.deltas = [self.put(slot, max_rank >> slot, seed=slot) for slot in range(SLOTS)]
 
     def put(self, slot: int, rank: int, seed: int) -> torch.Tensor:
-        """Its B A in float32."""
+        """Stores an adapter in a slot; returns its product B A in float32."""
         generator = torch.Generator().manual_seed(seed)
         shape = self.linear.shape
         delta = torch.zeros(shape.outputs, shape.inputs, device=CUDA)

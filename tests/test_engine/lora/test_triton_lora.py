@@ -1,6 +1,6 @@
-"""Adapters by Triton's products, through the interpreter: numbers as of the dense computation, and
-decode steps with adapters that are recorded, with a stand-in that runs a step again where a graph
-would be replayed.
+"""Adapters by Triton's products, through the interpreter: the numbers equal the dense computation,
+and decode steps with adapters are recorded, with a stand-in that runs a step again instead of
+replaying a graph.
 """
 
 from typing import Any
@@ -30,7 +30,7 @@ from headrace_testing.tiled_lora import TiledOps, emulate_kernels
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 BOUNDS = {torch.float32: 1e-5, torch.bfloat16: 2**-6}
 INPUTS, WIDTHS = 80, {"q": 40, "k": 24, "v": 150}
-# Ranks by module: all of them, of different ranks, and one.
+# Ranks by module: all modules, modules with different ranks, and one module.
 SLOTS = ({"q": 12, "k": 5, "v": 1}, {"q": 2, "v": 12}, {"k": 7})
 TRITON = TritonOps()
 EVERY_DTYPE = pytest.mark.parametrize("dtype", BOUNDS)
@@ -41,7 +41,7 @@ def random(*shape: int, dtype: torch.dtype, seed: int) -> torch.Tensor:
 
 
 class Layer:
-    """A layer with three adapters in its slots, of which each was in another one's place before."""
+    """A layer with three adapters in its slots, each of which replaced another one."""
 
     def __init__(self, dtype: torch.dtype) -> None:
         self.dtype = dtype
@@ -52,7 +52,7 @@ class Layer:
             self.deltas = [self._put(slot, turn) for slot in range(len(SLOTS))]
 
     def _put(self, slot: int, turn: int) -> torch.Tensor:
-        """Its B A, [out, in] in float64."""
+        """Stores an adapter in a slot; returns its product B A, [out, in] in float64."""
         delta, parts = torch.zeros(sum(WIDTHS.values()), INPUTS).double(), {}
         for name, rank in SLOTS[(slot + turn + 1) % len(SLOTS)].items():
             columns = self.linear.shape.parts[f"attn.{name}"]
@@ -86,7 +86,8 @@ def inputs(count: int, dtype: torch.dtype) -> tuple[RowSlots, torch.Tensor, torc
 @EVERY_DTYPE
 @pytest.mark.parametrize("count", [1, 40, 270])
 def test_each_row_gets_the_product_of_its_adapter(dtype: torch.dtype, count: int) -> None:
-    """Ranks and modules of their own; more rows than one tile has, and none with an adapter."""
+    """The rows have different ranks and modules; there are more rows than in a tile, and some have
+    no adapter."""
     layer, (slots, x, y) = Layer(dtype), inputs(count, dtype)
     expected, before = layer.exact(slots, x, y), y.clone()
     products(dtype).rows(slots).add(layer.linear, x, y)
@@ -98,7 +99,7 @@ def test_each_row_gets_the_product_of_its_adapter(dtype: torch.dtype, count: int
 
 @EVERY_DTYPE
 def test_a_row_has_the_same_bits_in_every_batch(dtype: torch.dtype) -> None:
-    """Alone, among few and among many."""
+    """Alone, with few others and with many."""
     layer, (slots, x, y) = Layer(dtype), inputs(270, dtype)
 
     def made(rows: slice) -> torch.Tensor:
@@ -113,8 +114,8 @@ def test_a_row_has_the_same_bits_in_every_batch(dtype: torch.dtype) -> None:
 
 
 def test_a_recorded_step_reads_the_current_rows() -> None:
-    """One place for steps of all sizes: a smaller one leaves nothing of the one before, and an
-    adapter that comes into a slot is there at once."""
+    """Steps of all sizes share one buffer: a smaller step leaves nothing of the one before, and an
+    adapter that is loaded into a slot is used at once."""
     made, layer = products(torch.float32), Layer(torch.float32)
     static = made.static([{"o": layer.linear}], DEVICE)
     assert static is not None

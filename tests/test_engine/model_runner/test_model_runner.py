@@ -1,4 +1,4 @@
-"""The runner: what it reads from settings and memory, what a batch looks like, what it refuses.
+"""The runner: how it uses settings and memory, the contents of a batch, refusals.
 
 The tests of models compare its tokens.
 """
@@ -168,7 +168,7 @@ def test_non_finite_logits_end_only_their_own_request(tmp_path: Path) -> None:
 def test_kv_memory_is_measured_where_no_size_is_given(
     checkpoint: CheckpointMaker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    per_block = 2 * 2 * 4 * 2 * 16 * 4  # layers, K and V, block, heads, head size, bytes
+    per_block = 2 * 2 * 4 * 2 * 16 * 4  # layers, K and V, block size, heads, head size, bytes
     monkeypatch.setattr(memory_budget, "available_memory", lambda: 2**28)
     runner = make_runner(checkpoint("llama"), num_blocks=None, max_num_seqs=512)
     largest = 2**28 * 0.9 / per_block
@@ -196,7 +196,8 @@ def test_a_given_size_is_used_without_a_measurement() -> None:
 def test_a_gpus_cache_leaves_room_for_a_step_and_for_graphs(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """1,000 bytes in all: 600 are free after the profile run, 900 may be used, a step takes 70."""
+    """1,000 bytes in total: 600 are free after the profile run, 900 may be used, a step takes
+    70."""
     peaks = iter([50, 120])
     for name in ("synchronize", "empty_cache", "reset_peak_memory_stats"):
         monkeypatch.setattr(torch.cuda, name, lambda *_: None)

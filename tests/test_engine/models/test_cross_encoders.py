@@ -60,7 +60,7 @@ def test_scores_are_those_of_transformers(
     )
 
 
-def test_a_classifier_of_several_labels_is_no_cross_encoder() -> None:
+def test_a_classifier_of_several_labels_is_not_a_cross_encoder() -> None:
     names = ["BertForSequenceClassification"]
     assert not is_cross_encoder({"architectures": names, "id2label": {"0": "no", "1": "yes"}})
     assert not is_cross_encoder({"architectures": ["BertModel"], "num_labels": 1})

@@ -1,5 +1,6 @@
 """In deterministic mode a request has the same tokens and log probabilities, bit by bit: alone, in
-a large batch, in other chunks, with cached prefixes, after a preemption, resumed on another engine.
+a large batch, in other chunks, with cached prefixes, after a preemption, or resumed on another
+engine.
 """
 
 import random
@@ -23,7 +24,7 @@ from headrace_testing.checkpoints import VOCAB, save_checkpoint
 from headrace_testing.engines import Output, cpu_backends, engine_config, request, run
 
 OUTPUT = 4
-# Attention reads keys in ranges of 512; some prompts need several, and end within one.
+# Attention splits keys into ranges of 512; some prompts need several, and end inside one.
 LENGTHS = (1, 5, 17, 40, 63, 64, 90, 33, 2, 50, 21, 530, 8, 12, 70, 1030)
 SAMPLING: tuple[dict[str, Any], ...] = (
     {"temperature": 0.0},
@@ -44,7 +45,7 @@ def threads() -> Iterator[None]:
 
 
 def workload() -> list[EngineRequest]:
-    """64 requests; each fourth begins with the same 80 tokens."""
+    """64 requests; every fourth begins with the same 80 tokens."""
     rng = random.Random(7)
     shared = [rng.randrange(3, VOCAB) for _ in range(80)]
     made = []
@@ -101,7 +102,7 @@ def test_a_request_has_the_same_bits_in_any_batch(
     assert any(one.cached_tokens for one in cached.values())
     assert {name: bits(cached)[name] for name in expected} == expected
     assert {name: bits(cached)[f"{name} again"] for name in expected} == expected
-    # Another engine, with another number of threads, and not enough blocks for all requests.
+    # Another engine, with another number of threads, and too few blocks for all requests.
     few_blocks = {"block_size": 4, "num_blocks": 300, "watermark": 0.0}
     other = ModelRunner(config(folder, threads=3, **few_blocks, **options))
     crowded = Engine(config(folder, **few_blocks), other)

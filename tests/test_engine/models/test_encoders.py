@@ -26,7 +26,8 @@ from headrace_testing.embedders import (
 )
 from headrace_testing.engines import cpu_backends, engine_config, make_runner, request
 
-# Of different lengths, one as long as the model has positions; some contain ids of padding tokens.
+# Prompts of different lengths, one as long as the model has positions; some contain ids of padding
+# tokens.
 PROMPTS = [
     [5, 9, 4, 77, 31],
     list(range(3, 3 + POSITIONS)),
@@ -51,7 +52,7 @@ def test_vectors_equal_those_of_transformers(family: str, tmp_path: Path) -> Non
     cls = family in ("roberta", "xlm-roberta")
     folder = save_embedder(tmp_path, family, "cls_token" if cls else "mean_tokens")
 
-    # A step takes several prompts; the longest prompt alone is over the budget of a step.
+    # A step takes several prompts; the longest prompt alone exceeds the budget of a step.
     vectors = embed(folder, PROMPTS, max_num_batched_tokens=100, attention_backend="auto")
 
     for prompt, vector in zip(PROMPTS, vectors, strict=True):

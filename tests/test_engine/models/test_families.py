@@ -1,5 +1,5 @@
 """Fields missing in config.json get the defaults of transformers' config class, in every family;
-what they cannot honour is refused by name.
+unsupported values are refused by name.
 """
 
 import json
@@ -23,7 +23,7 @@ SIZES: dict[str, Any] = {
     "vocab_size": 128,
     "pad_token_id": 0,
 }
-# Families that some fields have no default for.
+# Families for which some fields have no default.
 NEEDED: dict[str, dict[str, Any]] = {
     "DeepseekV2ForCausalLM": {"num_experts_per_tok": 2},
     "Dots1ForCausalLM": {"n_routed_experts": 8, "num_experts_per_tok": 2},
@@ -46,7 +46,7 @@ def read(folder: Path, name: str, fields: dict[str, Any]) -> ModelConfig:
 
 
 def without_parameters(config: ModelConfig) -> ModelConfig:
-    """Absent and written-out forms of the same rotation have others."""
+    """The same rotation has different parameters if it is absent and if it is written out."""
 
     def bare(rope: RopeConfig) -> RopeConfig:
         return replace(rope, parameters={})

@@ -15,7 +15,7 @@ MODULES = ("configuration_own", "modeling_own", "tokenization_own")
 
 
 def with_code(folder: Path, **fields: Any) -> Path:
-    """Names code in both of the checkpoint's configs; importing it would write a file `mark`."""
+    """Adds code to both of the checkpoint's configs; importing it would write a file `mark`."""
     for module in MODULES:
         (folder / f"{module}.py").write_text(
             f"from pathlib import Path\nPath({str(folder / 'mark')!r}).touch()\n"

@@ -1,10 +1,8 @@
-"""Linear layers in 8-bit floats: rounding within its bounds, products of what was rounded, scales
-of groups, cuts for ranks, whole checkpoints that are rounded when they are loaded.
-
-Triton's kernels run through its interpreter, which widens 8-bit floats rightly and rounds them
-wrongly: what it rounds here are numbers that they hold. Checkpoints that are in fp8 already are
-test_quantization's.
-"""
+"""Linear layers in 8-bit floats: the bounds of rounding, products of rounded numbers, scales of
+groups, cuts for ranks, whole checkpoints that are rounded when they are loaded. Triton's kernels
+run through its interpreter, which widens 8-bit floats correctly but rounds wrongly: the numbers
+that it rounds here are exact in 8 bits. test_quantization tests checkpoints that are already in
+fp8."""
 
 from pathlib import Path
 from typing import Any
@@ -73,7 +71,7 @@ def test_scaled_products_use_the_rounded_inputs(dtype: torch.dtype) -> None:
     found = ScaledLinear(weight, bias.to(dtype), CPU)(x)
     values, scales = round_rows(x.flatten(0, 1))
     exact = (values.double() * scales) @ weight.dequantize().double().T + bias.to(dtype)
-    # Sums of 64 float32, or the rounding of two results to bfloat16.
+    # Sums of 64 products in float32, or two results rounded to bfloat16.
     bound = 1e-5 if dtype is torch.float32 else 2 * 2**-8
     torch.testing.assert_close(found.flatten(0, 1).double(), exact, rtol=bound, atol=bound)
     assert ScaledLinear(weight, None, CPU)(x[:0]).shape == (0, 5, 48)
@@ -92,7 +90,7 @@ def test_widened_products_take_scales_of_groups(
     exact = x.double() @ weight.dequantize().double().T
     exact = exact + bias.cpu() if tokens == 1 else exact
     found = layer(x.to(DEVICE)).cpu().double()
-    # Sums of 200 float32 of these magnitudes.
+    # Sums of 200 products in float32 of these magnitudes.
     torch.testing.assert_close(found, exact, rtol=1e-5, atol=1e-4)
 
 
@@ -100,7 +98,7 @@ def test_widened_products_take_scales_of_groups(
 def test_few_rows_of_widened_products(
     capability: tuple[int, int], group: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The outputs fill no tile; inputs are whole or in parts, and any program may end last."""
+    """The outputs fill no tile; inputs are whole or split, and any program may end last."""
     tiles = (SmallBatchLaunch(32, 64, 1, 4, 3), SmallBatchLaunch(64, 32, 1, 4, 3))
     monkeypatch.setattr(launches, "FLOAT8_TILES", tiles)
     monkeypatch.setattr(launches, "FEWEST_PROGRAMS", 1)
@@ -120,7 +118,8 @@ def test_few_rows_of_widened_products(
             found = layer.small_batch(x.to(DEVICE), launch)
             error = (found.cpu().double() - wanted).norm() / wanted.norm()
             assert error < 2**-8 and torch.equal(layer.small_batch(x.to(DEVICE), launch), found)
-    # Without measuring, rows that may be rounded are; up to ROW_BOUNDS others are few.
+    # Without measurements, rows are rounded if that is allowed; other rows count as few up to
+    # ROW_BOUNDS.
     assert tuned.chosen == [None if shape.scaled else shape.candidates[0]] * len(ROW_BOUNDS)
     few = (
         layer.many(x.to(DEVICE))
@@ -133,7 +132,7 @@ def test_few_rows_of_widened_products(
 
 
 def test_rows_are_rounded_in_one_launch() -> None:
-    """Numbers that e4m3 holds, and powers of two times them."""
+    """The numbers are exact in e4m3, times powers of two."""
     x = torch.tensor([[448.0, -20.0, 0.5, 2**-9], [7 * 2.0, 1.0, -3.0, 0.0]]).repeat(1, 5)
     x[1] *= 2**-20
     values, scales = round_in_triton(x.to(DEVICE))
@@ -178,7 +177,7 @@ def test_whole_checkpoints_are_rounded_when_they_are_loaded(name: str, tmp_path:
     reader = WeightReader(whole, torch.float32, CPU, quantized=FP8OnLoad(CPU))
     reader.check({key: tuple(one.shape) for key, one in expected.items()})
     for key, tensor in expected.items():
-        if not key.endswith(".gate.weight"):  # of experts: it stays whole
+        if not key.endswith(".gate.weight"):  # an expert weight, which stays unrounded
             torch.testing.assert_close(reader.read(key), tensor, rtol=1e-6, atol=0)
 
 
@@ -193,7 +192,7 @@ def test_a_rounded_checkpoint_gives_its_tokens(tmp_path: Path) -> None:
 
 
 def test_a_model_of_scaled_products(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Computes like GPUs from Ada on; only the head is a product of unquantised numbers."""
+    """Computes like GPUs from Ada on; only the head multiplies unquantised numbers."""
     folder = save_checkpoint(tmp_path, "llama")
     made: list[ScaledLinear] = []
 

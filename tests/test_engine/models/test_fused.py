@@ -36,7 +36,7 @@ from headrace_testing.quantized import gptq, save_quantized
 Runs = tuple[tuple[int, int], ...]
 
 BLOCK_SIZE = 4
-# (tokens that are known, tokens computed by the step): prefills, chunks of them, single rows
+# (tokens already computed, tokens of this step): prefills, chunks of prefills, single rows
 PREFILL = ((1, 1), (37, 37), (5, 5), (70, 70))
 MIXED = ((40, 1), (9, 1), (30, 13), (50, 50), (17, 17))
 SHAPES: dict[str, dict[str, Any]] = {
@@ -79,7 +79,7 @@ def threads() -> Iterator[None]:
 
 
 def step_of(runs: Runs, samples: bool = True) -> SchedulerOutput:
-    """One sequence a run, of random tokens, each with blocks of its own."""
+    """A step with one sequence for each run, of random tokens in blocks of its own."""
     rng = np.random.default_rng(5)
     scheduled, block = [], 0
     for index, (known, length) in enumerate(runs):
@@ -99,8 +99,8 @@ def logits_of(
     runs: Runs = PREFILL,
     model: CausalModel | None = None,
 ) -> torch.Tensor:
-    """Logits of the runs' last tokens, after all that lies before the runs has been computed; of
-    the runner's model or of another."""
+    """The logits of the runs' last tokens, after everything before the runs was computed; of the
+    runner's model or of another one."""
     scheduler_output = step_of(runs)
     before = tuple(
         ScheduledSequence(item.sequence, 0, item.start, False)
@@ -126,7 +126,8 @@ def forward(
 
 
 class Plain:
-    """Checkpoints by name, and what plain torch makes of them: once for all instruction sets."""
+    """The results of plain torch for checkpoints by name, computed once for all instruction
+    sets."""
 
     def __init__(self, folders: pytest.TempPathFactory, checkpoint: Callable[[str], Path]) -> None:
         self._folders, self._checkpoint = folders, checkpoint

@@ -1,5 +1,5 @@
 """Decoders with recurrent layers give transformers' greedy tokens: in chunks, under preemption,
-after prefix hits on every block border, forked, in beams, after drafts and with steps ahead.
+after prefix hits on every block border, with forks, in beams, after drafts and with steps ahead.
 
 Left out: devices other than the CPU.
 """
@@ -56,7 +56,7 @@ def runner(name: str, checkpoint: CheckpointMaker) -> ModelRunner:
 
 
 def serve(runner: ModelRunner, paths: list[GreedyPath], **options: Any) -> Engine:
-    """Runs all prompts at once, checks every token and that no block is left in use."""
+    """Runs all prompts at once; checks every token, and that no block stays in use."""
     engine = Engine(engine_config(Path("unused"), **options), runner)
     requests = [request(str(at), path.prompt, greedy(LENGTH)) for at, path in enumerate(paths)]
     outputs = run(engine, requests)
@@ -80,7 +80,7 @@ def test_preempted_sequences_continue_with_the_same_tokens(
     blocks = 20 + 4 * runner.kv_groups.state
     small = make_runner(checkpoint(name), attention_backend="cpu", threads=1, num_blocks=blocks)
     engine = serve(small, paths, max_num_batched_tokens=32, watermark=0.0)
-    # What a sequence of a model without KV takes does not grow.
+    # The memory for a sequence of a model without KV does not grow.
     grows = runner.kv_groups.window is None
     assert bool(engine.stats().preemptions) == grows
 

@@ -1,5 +1,6 @@
-"""Greedy tokens equal transformers', whatever the architecture, the backend, the batch, the chunks,
-the preemptions, the prefix hits and the forks; logits in bfloat16 are as close as transformers'.
+"""Greedy tokens equal transformers' for every architecture, backend, batch and chunk size, and with
+preemptions, prefix hits and forks; logits in bfloat16 are as close to the exact ones as
+transformers'.
 
 Left out: devices other than the CPU, and weights of real checkpoints.
 """
@@ -34,7 +35,7 @@ from headrace_testing.engines import (
 )
 
 LENGTH = 12
-# (requests at once, tokens a step); the reference is slow, and only its ragged batches matter.
+# (requests at once, tokens of a step); the reference is slow, and only its ragged batches matter.
 SIZES = {
     "reference": ((2, 1), (32, 64), (8, 512)),
     "cpu": ((1, 512), (3, 1), (8, 7), (32, 64), (16, 512)),
@@ -82,7 +83,7 @@ NATIVE = [
 ]
 FOREIGN = ["gpt_neox", "gpt2"]
 MANY = ("llama", "mistral", "gemma2", "gpt_neox")
-# Small variations of others.
+# Small variants of other architectures.
 FEW = (
     "smollm3", "olmo2", "olmo3", "granite", "ministral3", "mistral3-multimodal", "glm",
     "glm4", "exaone4", "ernie4_5", "seed_oss", "solar-open", "olmoe",

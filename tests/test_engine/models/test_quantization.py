@@ -1,8 +1,6 @@
-"""Quantised checkpoints give the tokens of the whole weights that they stand for.
-
-Exactly so where the engine computes with the stored numbers; with the native kernels, which keep
-8 bits with one scale for each output, logits stay close.
-"""
+"""Quantised checkpoints give the tokens of their dequantised weights: exactly, if the engine
+computes with the stored numbers. With the native kernels, which keep 8 bits with one scale for each
+output, logits stay close."""
 
 import json
 from collections.abc import Callable
@@ -55,7 +53,8 @@ native_kernels = pytest.mark.skipif("cpu" not in cpu_backends(), reason="no nati
 
 
 def check(packed: Path, whole: Path, **options: Any) -> Engine:
-    """Greedy tokens of the packed checkpoint are those of transformers on whole weights."""
+    """The greedy tokens of the packed checkpoint are those of transformers with dequantised
+    weights."""
     paths = Reference(whole).clear_paths(3, LENGTH)
     engine = Engine(engine_config(packed, **options), make_runner(packed, **options))
     outputs = run(
@@ -121,7 +120,7 @@ PROMPT = tuple(range(20, 50))
 
 
 def best(folder: Path, runner: ModelRunner) -> dict[int, float]:
-    """Log probabilities of the likeliest tokens after PROMPT."""
+    """The log probabilities of the most likely tokens after PROMPT."""
     params = SamplingParams(temperature=0.0, max_tokens=1, logprobs=20)
     found = run(Engine(engine_config(folder), runner), [request("r", PROMPT, params)])["r", 0]
     return dict(found.logprobs[0].top)

@@ -1,4 +1,5 @@
-"""Rotary tables equal transformers' for every rope type, in config.json's old and new form."""
+"""Rotary tables equal transformers' for every rope type, in the old and the new format of
+config.json."""
 
 import json
 from pathlib import Path

@@ -186,12 +186,12 @@ def test_a_tensor_in_two_files_is_refused(tmp_path: Path) -> None:
     [
         (
             {
-                "architectures": ["EvilForCausalLM"],
-                "model_type": "evil",
+                "architectures": ["CustomForCausalLM"],
+                "model_type": "custom",
                 "auto_map": {"AutoModel": "a.B"},
             },
-            "EvilForCausalLM .*'evil'.* auto_map names code of the checkpoint, which is never run; "
-            "use",
+            "CustomForCausalLM .*'custom'.* auto_map names code of the checkpoint, which is never "
+            "run; use",
         ),
         ({"quantization_config": {"quant_method": "x"}}, r"quantization_config\.quant_method must"),
         ({"quantization_config": "gptq"}, "quantization_config must be an object"),
@@ -243,7 +243,7 @@ def test_a_missing_config_is_named(folder: Path) -> None:
 
 
 @pytest.mark.parametrize("model", ["./nowhere", "/no/such/folder", "~/nowhere", "a/b/c"])
-def test_a_path_that_is_no_folder_is_not_asked_of_the_hub(model: str) -> None:
+def test_a_path_that_is_not_a_folder_is_not_asked_of_the_hub(model: str) -> None:
     with pytest.raises(CheckpointError, match="is not a folder"):
         load_checkpoint(model)
 

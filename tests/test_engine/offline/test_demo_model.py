@@ -1,4 +1,4 @@
-"""The bundled demo model: it is small, loads with standard tools and answers readably."""
+"""The bundled demo model: it is small, loads with standard tools and writes readable answers."""
 
 import json
 import operator

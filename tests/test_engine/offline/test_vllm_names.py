@@ -291,7 +291,7 @@ def test_encode_gives_tensors(embedder: LLM) -> None:
         embedder.encode("the cat", pooling_task="classify")
 
 
-# Engines whose steps are seen
+# Engines whose steps the tests observe
 
 
 def drain(engine: LLMEngine) -> dict[str, list[headrace_engine.RequestOutput]]:

@@ -1,5 +1,5 @@
 """Mixtures of experts as Triton's grouped products, through the interpreter: routing and layout,
-numbers against experts of their own, rows that do not depend on others, 8-bit weights, ranks, and
+results compared with separate experts, rows that do not depend on others, 8-bit weights, ranks, and
 whole models.
 """
 
@@ -86,7 +86,7 @@ def test_every_pair_is_in_one_tile_of_its_expert(tokens: int, rows: int, skewed:
 
 
 def by_pair(routing: Routing, rows: int) -> torch.Tensor:
-    """The expert in whose tiles each pair is; every pair in exactly one."""
+    """The expert in whose tiles each pair is; fails unless every pair is in exactly one."""
     found = torch.full((routing.order.numel(),), -1)
     for expert, first, stop in routing.tiles[:, : int(routing.live)].t().tolist():
         pairs = routing.order[first : min(stop, first + rows)].long().cpu()
@@ -128,7 +128,7 @@ def test_equal_probabilities_go_to_the_first_experts() -> None:
 
 
 def test_a_row_has_the_same_bits_in_every_batch_if_deterministic() -> None:
-    """Batches of one tile for each expert, and of several."""
+    """In batches with one tile for each expert, and with several."""
     mixture = Mixture(3, 2, hidden=72, inner=40, shared=24)
     parts = mixture.parts(DEVICE, BatchInvariantLinear)
     moe, x = grouped(parts, deterministic=True), mixture.rows(66, DEVICE)
@@ -139,8 +139,10 @@ def test_a_row_has_the_same_bits_in_every_batch_if_deterministic() -> None:
 
 @pytest.mark.parametrize(("hidden", "group"), [(128, GROUP_MULTIPLE), (64, 64)])
 def test_weights_of_8_bit_floats(hidden: int, group: int) -> None:
-    """Of a scale for each output or for groups of its inputs. Read by bits, as the interpreter
-    widens wrongly otherwise."""
+    """With a scale for each output, or for groups of inputs.
+
+    Read by bits, because the interpreter otherwise widens wrongly.
+    """
     mixture = Mixture(experts=3, per_token=2, hidden=hidden, inner=64)
     matrices = Matrices(mixture, DEVICE, group)
     weights = read_experts(matrices, expert_names(3), float8=True)
@@ -158,7 +160,7 @@ def test_scales_of_odd_groups_use_separate_layers() -> None:
 
 
 class Alone:
-    """A rank of which no other is asked."""
+    """A rank that waits for no other."""
 
     def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
         return x

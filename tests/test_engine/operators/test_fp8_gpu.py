@@ -1,6 +1,6 @@
-"""8-bit floats on a GPU with the shapes that models have: a KV cache read by Triton against the
-reference, products with weights against those of what the weights stand for. Needs a CUDA device:
-`pytest -m gpu -rs`.
+"""8-bit floats on a GPU in the shapes of real models: Triton's reads of a KV cache, compared with
+the reference; products with weights, compared with those of the dequantised weights. Needs a CUDA
+device: `pytest -m gpu -rs`.
 """
 
 from dataclasses import replace
@@ -64,7 +64,7 @@ def test_products_with_weights_of_8_bit_floats(
     if isinstance(layer, ScaledLinear):
         values, row_scales = round_rows(x)
         rows = values.float() * row_scales
-    # Outputs of 4096 products, near 1.3: bfloat16's rounding, and sums in another order.
+    # Outputs of 4096 products, near 1.3: bfloat16's rounding, and another order of the sums.
     torch.testing.assert_close(layer(x).float(), rows @ weight.dequantize().T, rtol=1e-2, atol=2e-2)
 
 

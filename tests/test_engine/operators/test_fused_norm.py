@@ -34,7 +34,7 @@ def random(*shape: int, seed: int, scale: float = 1.0) -> torch.Tensor:
 
 
 def layer(ops: TritonOps, outputs: int, inputs: int, splits: int, bias: bool) -> TunedLinear:
-    """A layer computed in `splits` parts."""
+    """A layer whose inputs are split into `splits` parts."""
     added = random(outputs, seed=5) if bias else None
     made = ops.linear(random(outputs, inputs, seed=outputs, scale=0.1), added)
     assert isinstance(made, TunedLinear) and made.can_fuse_norms()

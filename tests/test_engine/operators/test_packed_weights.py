@@ -1,8 +1,8 @@
 """Products with packed int4 or int8 weights as on CUDA devices, through Triton's interpreter.
 
-They are compared with the dequantised weights, over groups, zero points, sizes and parts. Also the
-assembly that converts the weights, and whole models: of quantised checkpoints, and of checkpoints
-rounded to 8 bits.
+They are compared with the dequantised weights, over groups, zero points, sizes and parts. Also
+tests the assembly that converts the weights, and whole models: of quantised checkpoints, and of
+checkpoints that are rounded to 8 bits.
 """
 
 from collections.abc import Callable
@@ -84,15 +84,15 @@ def error(found: torch.Tensor, expected: torch.Tensor) -> float:
     return float((found.cpu().double() - exact).norm() / exact.norm())
 
 
-# A run of 64, 32 and 16 inputs; groups of one run, of half a pair, of all; sizes that need fillers,
-# also after the last group; groups in any order and of any size.
+# Runs of 64, 32 and 16 inputs; groups of one run, of several, of all inputs; sizes that need
+# padding, also after the last group; groups in any order and of any size.
 WEIGHTS: dict[str, Callable[[], QuantizedWeight]] = {
     "4 bits, symmetric": lambda: drawn(90, 512, 4, 4, symmetric=True),
     "4 bits, groups of 64": lambda: drawn(33, 512, 4, 8),
     "4 bits, groups of 32": lambda: drawn(33, 256, 4, 8),
     "4 bits, groups of 16": lambda: drawn(33, 128, 4, 8),
     "4 bits, one group": lambda: drawn(33, 256, 4),
-    "4 bits, fillers": lambda: drawn(33, 100, 4),
+    "4 bits, padding": lambda: drawn(33, 100, 4),
     "4 bits, few inputs": lambda: drawn(33, 40, 4, 5),
     "2 bits": lambda: drawn(33, 128, 2, 8),
     "8 bits": lambda: drawn(33, 256, 8, symmetric=True),
@@ -130,7 +130,7 @@ def test_rows_parts_and_biases(dtype: torch.dtype, bits: int, splits: int) -> No
         assert torch.equal(linear.small_batch(x.to(DEVICE), launch), found)
 
 
-def test_ranks_parts_make_the_whole() -> None:
+def test_the_slices_of_two_ranks_give_the_whole_product() -> None:
     weight, x = drawn(40, 512, 4, 8), random(3, 512)
     expected = x.double() @ weight.dequantize().double().T
     above, below = (
@@ -144,7 +144,7 @@ def test_ranks_parts_make_the_whole() -> None:
     assert error(left + right, expected) < BOUNDS[torch.float32]
 
 
-def test_many_rows_none_and_rows_of_rows() -> None:
+def test_many_rows_no_rows_and_three_dimensions() -> None:
     weight = drawn(20, 64, 4, 2)
     linear, x = layer(weight), random(DEQUANTIZED_ROWS + 1, 64).to(DEVICE)
     expected = x.cpu().double() @ weight.dequantize().double().T
@@ -218,7 +218,7 @@ def test_packed_weights_are_as_small_as_in_the_checkpoint() -> None:
 def test_the_assembly_widens_every_word(
     code: Any, bits: int, first: int, base: int, dtype: torch.dtype
 ) -> None:
-    """Is exact for any zero points: two words of a register, in any place."""
+    """The result is exact for any zero point and for both words of a register."""
     words = np.arange(2**16, dtype=np.uint16)
     pairs = np.ascontiguousarray(np.stack([words, words[::-1]], 1)).view(np.uint32)[:, 0]
     for zeros in ((0, 2**bits - 1), (2 ** (bits - 1), 5)):
@@ -308,7 +308,7 @@ def test_experts_are_multiplied_together(
     assert torch.equal(invariant(x)[-1:], invariant(x[-1:]))
 
 
-def test_experts_of_unlike_groups_are_not_put_together() -> None:
+def test_experts_with_groups_of_different_sizes_are_not_stacked() -> None:
     mixture = Mixture(2, 1, 64, 64)
     few, many = (QuantizedMatrices(mixture, 4, size, True, DEVICE) for size in (32, 64))
     (first, second) = expert_names(2)
@@ -339,7 +339,7 @@ def test_the_tuner_measures_each_shape_once_and_its_choice_is_used() -> None:
 
 
 class NamedAttention(ReferenceBackend):
-    """With the backend `reference` no kernels are used."""
+    """The reference backend under another name: with its own name, no kernels would be used."""
 
     name: ClassVar[str] = "named"
 
@@ -357,7 +357,7 @@ MODELS: dict[str, tuple[str, Format]] = {
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_a_quantised_model_gives_the_tokens_of_its_numbers(
+def test_a_quantised_model_gives_the_tokens_of_its_dequantised_weights(
     name: str, tmp_path: Path, on_triton: None
 ) -> None:
     architecture, form = MODELS[name]
@@ -384,7 +384,7 @@ def test_mxfp4_experts_lose_nothing(tmp_path: Path, on_triton: None) -> None:
     assert all(abs(value - float(exact[token])) < 1e-3 for token, value in found.logprobs[0].top)
 
 
-def test_a_whole_model_is_put_into_8_bits(checkpoint: Any, on_triton: None) -> None:
+def test_a_whole_model_is_quantised_to_8_bits(checkpoint: Any, on_triton: None) -> None:
     """The experts and the head are converted, too; logits stay close."""
     folder, tops = checkpoint("mixtral"), []
     for quantization in ("none", "int8"):

@@ -1,5 +1,5 @@
 """The decoder's operators as Triton kernels, through the interpreter, against plain torch: norms,
-the residual sum, gated SiLU, rotary embedding alone and with its keys and values written.
+the residual sum, gated SiLU, and rotary embedding with and without writing keys and values.
 """
 
 from pathlib import Path
@@ -18,7 +18,7 @@ from headrace_engine.operators.qkv import QKVRows
 from headrace_engine.operators.triton import TritonOps
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-# Plain torch rounds in the same places; sums in another order differ by one step.
+# Plain torch rounds at the same places; sums in another order differ by one step.
 BOUNDS = {torch.float32: 1e-6, torch.bfloat16: 2**-7, torch.float16: 2**-10}
 EVERY_DTYPE = pytest.mark.parametrize("dtype", BOUNDS)
 
@@ -59,7 +59,7 @@ def test_silu_mul(dtype: torch.dtype, width: int) -> None:
 
 
 class Rotation:
-    """Rows of 9 query and 3 key heads: more than one program's heads."""
+    """Rows of 9 query heads and 3 key heads: more than one program computes."""
 
     def __init__(
         self,
@@ -112,8 +112,10 @@ def test_rotation_that_writes_keys_and_values(dtype: torch.dtype, wide_norm: boo
 
 
 def test_rotation_that_writes_8_bit_floats() -> None:
-    """By bits, as the interpreter rounds wrongly otherwise. What differs in a last bit before may
-    come out a step apart."""
+    """Read by bits, because the interpreter otherwise rounds wrongly.
+
+    A difference in the last bit before rounding may become a whole step.
+    """
     backend, rotation = TritonBackend((8, 0)), Rotation(torch.float32, 5, normed=True)
     spec = KVSpec(3, 16, 4, torch.float32, DEVICE, E4M3)
     caches = [backend.allocate(3, spec), backend.allocate(3, spec)]
@@ -152,7 +154,8 @@ def test_inputs_that_the_kernels_do_not_take_go_to_torch() -> None:
 def test_a_model_gives_the_tokens_of_the_reference(
     checkpoint: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Prefill in chunks beside decodes, grouped heads and QK norms, every step through Triton."""
+    """Prefill in chunks beside decodes, with grouped heads and QK norms, every step through
+    Triton."""
     folder: Path = checkpoint("qwen3")
     prompts: list[Any] = [{"prompt_token_ids": list(range(3, 3 + n))} for n in (18, 4)]
     params = SamplingParams(temperature=0.0, ignore_eos=True, max_tokens=3)

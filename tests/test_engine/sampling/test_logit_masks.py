@@ -1,4 +1,4 @@
-"""Allowed tokens and bad words: vLLM's meaning, row by row, and offline with texts."""
+"""Allowed tokens and bad words: with vLLM's meaning, row by row, and as text in the offline API."""
 
 from typing import Any
 
@@ -38,7 +38,7 @@ def row(output: tuple[int, ...] = (), ahead: tuple[int, ...] = (), **options: An
 
 
 def finite(*rows: SampleRow) -> list[set[int]]:
-    """The tokens that are left to each row."""
+    """The tokens that each row may still sample."""
     logits = torch.zeros(len(rows), VOCAB)
     adjust(logits, rows, frozenset({0}))
     return [set(torch.isfinite(one).nonzero().flatten().tolist()) for one in logits]

@@ -1,4 +1,5 @@
-"""Log probabilities of prompts and outputs against transformers, chunked, shared, preempted."""
+"""Log probabilities of prompts and outputs compared with transformers: in chunks, with shared
+blocks, after preemption."""
 
 from collections.abc import Callable
 from pathlib import Path

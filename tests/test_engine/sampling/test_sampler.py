@@ -1,4 +1,4 @@
-"""The sampler against a straightforward computation row by row in numpy, and its random numbers.
+"""The sampler, compared with a simple row-by-row computation in numpy, and its random numbers.
 
 Statistics are exact: the sampled token as a function of the uniform number is the inverse of the
 distribution function, so a grid of numbers recovers every probability.
@@ -44,7 +44,7 @@ def sample(logits: torch.Tensor, *sequences: Sequence) -> list[int]:
 
 
 def whole(logits: torch.Tensor, *sequences: Sequence) -> list[SampledToken]:
-    """All that is sampled, where no row is broken."""
+    """All samples, after checking that no row is broken."""
     rows = [SampleRow(one) for one in sequences]
     result = Sampler(frozenset({EOS}), TorchOps()).sample(logits.clone(), rows)
     tokens = [one for one in result if one is not None]

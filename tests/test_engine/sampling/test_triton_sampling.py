@@ -1,6 +1,5 @@
-"""The kernel that samples tokens, against the filters in plain torch; on CPUs in Triton's
-interpreter.
-"""
+"""The kernel that samples tokens, compared with the filters in plain torch; on CPUs in Triton's
+interpreter."""
 
 import numpy as np
 import torch

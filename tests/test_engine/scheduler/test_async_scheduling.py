@@ -38,7 +38,7 @@ OPTIONS: dict[str, Any] = {
     "max_num_batched_tokens": 48,
     "threads": 1,
 }
-# A third of the blocks that the requests need together, and memory to swap to.
+# A third of the blocks that all requests need together, and memory for swapping.
 TIGHT: dict[str, Any] = {**OPTIONS, "num_blocks": 60, "swap_space": 0.02, "watermark": 0.0}
 EOS = (0, 2)
 PREFIX = tuple(range(300, 312))
@@ -63,7 +63,7 @@ MIXED: tuple[dict[str, Any], ...] = (
 
 
 class Watched(ModelRunner):
-    """Counts the steps that were planned ahead; each raises `error` while there is one."""
+    """Counts the steps that were planned ahead; each raises `error` while one is set."""
 
     ahead = 0
     error: Exception | None = None
@@ -106,7 +106,7 @@ def requests() -> list[EngineRequest]:
 def run(
     engine: Engine, requests: Iterable[EngineRequest], until: Mapping[str, int] | None = None
 ) -> dict[Choice, Output]:
-    """Adds a request each second step; those in `until` are aborted after that many tokens."""
+    """Adds a request every second step; those in `until` are aborted after that many tokens."""
     remaining = list(requests)
     resumed = {one.request_id: len(one.resume[0]) for one in remaining if one.resume}
     outputs: dict[Choice, Output] = {}
@@ -208,7 +208,7 @@ def test_unset_async_scheduling_depends_on_the_device() -> None:
 
 
 def test_speculation_runs_synchronous_steps(requests: list[EngineRequest]) -> None:
-    """Drafts need the tokens before them. Both settings together are no error, but steps are
+    """Drafts need the tokens before them. Both settings together are allowed, but steps are
     synchronous."""
     speculation = SpeculativeConfig(method="ngram", prompt_lookup_min=1, adaptive=False)
     config = EngineConfig(**OPTIONS, async_scheduling=True, speculative_config=speculation)

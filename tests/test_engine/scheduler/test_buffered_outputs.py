@@ -1,8 +1,6 @@
-"""Beam search and best_of in the scheduler: which outputs come and when, also with little memory.
-
-The fake runner checks each step's blocks. That the search finds what transformers finds is tested
-with a real model in test_beam_search.py.
-"""
+"""Beam search and best_of in the scheduler: which outputs are returned and when, also with little
+memory. The fake runner checks each step's blocks. test_beam_search.py compares the results of the
+search with transformers' on a real model."""
 
 from collections import Counter
 

@@ -1,4 +1,5 @@
-"""best_of and beam search behind a queue: one reply a choice, at the end, also after a takeover."""
+"""best_of and beam search behind a queue: one reply for each choice, at the end, even after a
+takeover."""
 
 import asyncio
 from dataclasses import replace

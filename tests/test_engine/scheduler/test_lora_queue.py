@@ -1,4 +1,4 @@
-"""The order of sequences if more adapters are wanted than may run at once. The runner is a fake."""
+"""The order of sequences if they need more adapters than may run at once. The runner is a fake."""
 
 from headrace_common.sampling.params import SamplingParams
 from headrace_engine.core.config import EngineConfig
@@ -78,7 +78,7 @@ def test_an_adapter_under_constant_load_does_not_starve_others() -> None:
     passed = 0
     while passed < 100:
         passed += 1
-        scene.add(request(f"a{passed}", "a"))  # some of which runs at any time
+        scene.add(request(f"a{passed}", "a"))  # one of them runs at any time
         scene.step()
         if "b" in running(scene):
             break
@@ -88,7 +88,7 @@ def test_an_adapter_under_constant_load_does_not_starve_others() -> None:
         for scheduler_output in scene.runner.steps
         for item in scheduler_output.scheduled
     }
-    # Besides the one that ran already, as many as may run at once passed.
+    # Besides the adapter that already ran, as many as may run at once were admitted.
     assert started == {"a0", "a1", "a2", "b"}
 
 

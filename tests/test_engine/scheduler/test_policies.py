@@ -1,6 +1,6 @@
-"""The guarantees of each policy on order, bounds and endings, with a fake runner.
+"""The guarantees of each policy about order, bounds and endings, with a fake runner.
 
-Time is the tests' own. Not covered: the KV blocks under each policy (test_scheduler_stateful).
+Tests set the time. Not covered: the KV blocks under each policy (test_scheduler_stateful).
 """
 
 import random
@@ -50,14 +50,14 @@ def order(rig: Rig) -> list[str]:
 
 
 def served(policy: Policy, *requests: EngineRequest) -> list[str]:
-    """The order in which one slot serves requests that are all there at once."""
+    """The order in which one slot serves requests that all arrived at once."""
     rig = one_at_a_time(policy)
     rig.add(*requests)
     return order(rig)
 
 
 def overtaking(policy: Policy, requests: Ordered[EngineRequest]) -> list[tuple[str, str]]:
-    """Pairs (later, earlier) of arrivals where the later one got its first token first."""
+    """Pairs (later, earlier) of arrivals in which the later one got its first token first."""
     place = {name: index for index, name in enumerate(served(policy, *requests))}
     return [
         (late.request_id, early.request_id)
@@ -213,7 +213,7 @@ def test_a_resumed_request_counts_only_its_remaining_tokens() -> None:
 def test_lengths_are_learned_from_finished_requests() -> None:
     policy = ShortestJobFirst()
     rig = one_at_a_time(policy)
-    talk, terse = [7] * 16, [8] * 16  # two applications, with prompts of their own
+    talk, terse = [7] * 16, [8] * 16  # two applications, each with its own prompts
     given = SamplingParams(max_tokens=64, stop_token_ids=[49], min_tokens=60)
     brief = SamplingParams(max_tokens=64, stop_token_ids=list(range(1, 50)))
     for turn in range(6):
@@ -427,7 +427,7 @@ def test_the_engine_returns_requests_aborted_by_policy_without_a_step() -> None:
 
 
 class CountedRank(tuple[float, ...]):
-    """A key that counts how often any of its kind is compared."""
+    """A sort key that counts the comparisons of all such keys."""
 
     compared = 0
 

@@ -1,4 +1,4 @@
-"""docs/policies.md: its worked example runs, and its table names the options that there are."""
+"""docs/policies.md: its example runs, and its table names exactly the existing options."""
 
 import inspect
 import re

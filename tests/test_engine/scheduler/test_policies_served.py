@@ -1,4 +1,5 @@
-"""Policies with a queue: which requests the worker takes, and how clients learn of their end.
+"""Policies with a queue: which requests the worker takes, and how clients learn that they have
+ended.
 
 The queue is in memory, the runner a fake one that waits at a gate before each step.
 """
@@ -33,7 +34,8 @@ from headrace_testing.workers import make_worker
 
 
 class GatedRunner(FakeRunner):
-    """Begins a step when one was let through; `begun` counts those that came to the gate."""
+    """Begins a step when the test lets one through; `begun` counts the steps that reached the
+    gate."""
 
     def __init__(self) -> None:
         super().__init__(max_model_len=100_000, num_blocks=64, eos_token_ids=frozenset())
@@ -73,7 +75,7 @@ class Service:
         await self.gateway.admit(request, QueueLimits())
 
     async def taken(self, waiting: int = 0) -> None:
-        """Returns when the engine has left `waiting` requests in the queue and is at the gate."""
+        """Waits until the engine has left `waiting` requests in the queue and is at the gate."""
 
         async def holds() -> bool:
             return (await self.gateway.depth(MODEL)).waiting == waiting and self.runner.begun > 0

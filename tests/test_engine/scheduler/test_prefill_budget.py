@@ -1,4 +1,4 @@
-"""While sequences decode, a step takes only as much of prompts as its target of seconds allows."""
+"""While sequences decode, a step takes only as many prompt tokens as its target time allows."""
 
 from dataclasses import replace
 from math import inf
@@ -11,7 +11,7 @@ from headrace_engine.scheduler.prefill_budget import LEAST_TOKENS, PrefillBudget
 from headrace_testing.engine import make_config, make_request, make_rig
 
 
-def paced(target: float, *, decode_s: float = 0.0, token_s: float = 0.0) -> PrefillBudget:
+def budget(target: float, *, decode_s: float = 0.0, token_s: float = 0.0) -> PrefillBudget:
     return PrefillBudget(target, learned(decode_s=decode_s, token_s=token_s))
 
 
@@ -24,21 +24,21 @@ def learned(*, decode_s: float = 0.0, token_s: float = 0.0) -> PrefillDecodeCost
     return costs
 
 
-def test_the_target_less_the_decodes_time_is_shared_out_to_prompt_tokens() -> None:
-    prefill_budget = paced(0.1, decode_s=0.02, token_s=0.0001)
+def test_prompt_tokens_get_the_time_that_decodes_leave_of_the_target() -> None:
+    prefill_budget = budget(0.1, decode_s=0.02, token_s=0.0001)
 
     assert prefill_budget.prompt_tokens(2048, 8) == pytest.approx(800, abs=1)
 
 
 def test_the_budget_of_tokens_is_never_exceeded() -> None:
-    assert paced(0.1, decode_s=0.02, token_s=0.0001).prompt_tokens(256, 8) == 256
+    assert budget(0.1, decode_s=0.02, token_s=0.0001).prompt_tokens(256, 8) == 256
 
 
 def test_prompts_progress_even_if_decodes_alone_exceed_the_target() -> None:
-    assert paced(0.1, decode_s=0.5, token_s=0.0001).prompt_tokens(2048, 8) == LEAST_TOKENS
+    assert budget(0.1, decode_s=0.5, token_s=0.0001).prompt_tokens(2048, 8) == LEAST_TOKENS
 
 
-@pytest.mark.parametrize("prefill_budget", [paced(inf, decode_s=0.02, token_s=1.0), paced(0.1)])
+@pytest.mark.parametrize("prefill_budget", [budget(inf, decode_s=0.02, token_s=1.0), budget(0.1)])
 def test_without_a_target_or_a_timed_prompt_prompts_are_not_limited(
     prefill_budget: PrefillBudget,
 ) -> None:
@@ -46,7 +46,7 @@ def test_without_a_target_or_a_timed_prompt_prompts_are_not_limited(
 
 
 def test_without_decodes_prompts_are_not_limited() -> None:
-    assert paced(0.1, decode_s=0.02, token_s=1.0).prompt_tokens(2048, 0) == 2048
+    assert budget(0.1, decode_s=0.02, token_s=1.0).prompt_tokens(2048, 0) == 2048
 
 
 def test_steps_without_a_measured_time_do_not_change_the_estimate() -> None:

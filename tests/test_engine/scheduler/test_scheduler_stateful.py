@@ -33,7 +33,7 @@ from headrace_testing.free_blocks import free_blocks
 SHARED = tuple(range(1, 25))
 SALTS = (b"", b"tenant-a", b"tenant-b")
 TENANTS = ("a", "b", "c")
-# Short ages and margins, so that a run covers everything that a policy does.
+# Short ages and margins, so that a run covers all behaviour of a policy.
 OPTIONS: dict[str, dict[str, object]] = {
     "priority": {"ageing": 4.0},
     "fair": {"weights": {"b": 3.0}},
@@ -280,7 +280,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         return scheduler_output
 
     def drafts(self) -> dict[Sequence, tuple[int, ...]]:
-        """Drafts for some decoding sequences; the first tokens of a draft are right."""
+        """Drafts for some decoding sequences; the first tokens of a draft are correct."""
         found = {}
         for sequence, room in self.scheduler.draftable():
             rng = Random(f"{self.now} {sequence.request.request_id} {sequence.choice}")
@@ -296,7 +296,8 @@ class SchedulerMachine(RuleBasedStateMachine):
         return found
 
     def check_scores(self, output: SequenceOutput) -> None:
-        """The prompt's log probabilities come whole with the first tokens, and once."""
+        """Checks that the prompt's log probabilities come completely, with the first tokens, and
+        only once."""
         request = self.requests[output.request_id]
         wanted = request.params.prompt_logprobs is not None
         if output.token_ids and wanted and output.request_id not in self.scored:

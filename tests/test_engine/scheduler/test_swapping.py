@@ -1,6 +1,6 @@
-"""Swap of KV to host memory: what is copied, when sequences come back, and what is counted.
+"""Swapping of KV to host memory: what is copied, when sequences come back, and what is counted.
 
-The fake runner makes the copies and checks each position of each step. The test of the real copies
+The fake runner makes the copies and checks each position in each step. The test of the real copies
 runs a model on the CPU, whose host pool is ordinary memory.
 """
 
@@ -206,7 +206,7 @@ def test_a_request_of_higher_priority_swaps_out_the_preempted_one() -> None:
 
 
 def costs_after(*steps: tuple[int, int, float, float]) -> SwapCosts:
-    """The costs after steps of (prompt tokens, moved blocks, seconds, those of copying)."""
+    """The costs after steps of (prompt tokens, moved blocks, total seconds, seconds of copying)."""
     computing = PrefillDecodeCosts()
     costs = SwapCosts(computing)
     for prompt, moved, seconds, swap in steps:
@@ -224,7 +224,7 @@ def test_costs_follow_the_observed_times() -> None:
     assert not nothing.swap_is_cheaper(1, 100), "no prompt token was timed"
     assert costs_after(PROMPT).swap_is_cheaper(7, 100), "not tried yet"
     costs = costs_after(PROMPT, COPIES)
-    # 7 blocks out and in take 1.4 s, 100 tokens 1 s.
+    # 7 blocks out and in take 1.4 s; 100 tokens take 1 s.
     assert not costs.swap_is_cheaper(7, 100)
     assert costs.swap_is_cheaper(7, 200)
 

@@ -32,7 +32,7 @@ def checks() -> GrammarChecks:
 
 
 class SlowCompiler(GrammarCompiler):
-    """Compiles once `go` is set."""
+    """Compiles when `go` is set."""
 
     def __init__(self) -> None:
         super().__init__(Tokenizer.load(demo_folder()), 2048, frozenset({0}))

@@ -1,4 +1,4 @@
-"""The last line of an engine that could not start, for the status of its pod."""
+"""The last line that an engine writes if it cannot start, for the status of its pod."""
 
 import logging
 from collections.abc import Iterator

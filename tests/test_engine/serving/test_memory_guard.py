@@ -1,4 +1,4 @@
-"""No more work is taken while memory is short, and it says so once."""
+"""While memory is short, no more work is taken, and this is logged once."""
 
 import logging
 
@@ -16,7 +16,7 @@ class Machine:
         return self.free
 
     def after(self, guard: MemoryGuard, free: int) -> bool:
-        """The guard's word a while later, with so much memory left."""
+        """The guard's answer a while later, with this much memory left."""
         self.free, self.now = free, self.now + CHECK_INTERVAL_S
         return guard.short
 

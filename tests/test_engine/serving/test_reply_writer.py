@@ -1,4 +1,5 @@
-"""Replies and outcomes reach Redis in order, each once, also if Redis is away for a while."""
+"""Replies and outcomes reach Redis in order, each once, also if Redis is unreachable for a
+while."""
 
 import asyncio
 from collections.abc import AsyncIterator

@@ -1,4 +1,4 @@
-"""The owner of leased requests: each has one run, one takeover at a time, and ends once."""
+"""The owner of leased requests: each request has one run, one takeover at a time, and one end."""
 
 import asyncio
 from collections.abc import Iterator
@@ -82,7 +82,7 @@ class Rig:
         await turns()
 
     async def answer(self, request_id: str, *token_ids: int, round: int = 1) -> None:
-        """A gateway tells what its client has."""
+        """Lets a gateway report the tokens that its client has."""
         states = (ChoiceState(token_ids=token_ids),)
         resume = Resume(request_id=request_id, attempt=1, choices=states, round=round)
         self.tracker.handle_control(resume)
@@ -94,7 +94,7 @@ class Rig:
 
 
 async def turns() -> None:
-    """Lets the tasks that are ready run until each of them waits."""
+    """Lets ready tasks run until each of them waits."""
     for _ in range(10):
         await asyncio.sleep(0)
 
@@ -223,7 +223,7 @@ async def test_rounds_of_all_requests_are_counted_together(rig: Rig) -> None:
 
 
 async def test_tokens_are_not_sent_again_while_a_takeover_waits(rig: Rig) -> None:
-    """They may be others than those that the client has."""
+    """They may differ from the tokens that the client has."""
     await rig.begin(lease("a"))
     rig.tracker.on_output(token(rig.runs[0], 0, None))
     await rig.answer("a", round=0)

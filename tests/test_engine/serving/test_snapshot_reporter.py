@@ -1,4 +1,5 @@
-"""Snapshots for consoles: only while one watches, whole, and never at the cost of the engine."""
+"""Snapshots for consoles: only while a console watches, complete, and never at the engine's
+expense."""
 
 import asyncio
 from collections.abc import Awaitable, Callable
@@ -50,7 +51,7 @@ def progress(request_id: str) -> SequenceProgress:
 
 
 class Rig:
-    """A reporter with an engine's thread that answers at once, unless it `hangs`."""
+    """A reporter with an engine's thread that answers at once, unless `hangs` is set."""
 
     def __init__(self) -> None:
         self.hangs = False
@@ -88,7 +89,7 @@ class Rig:
 
 @pytest.fixture(autouse=True)
 def soon(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Snapshots come at once, as far as a test does not count them."""
+    """Makes snapshots come at once, for tests that do not count them."""
     for name in ("INTERVAL_S", "IDLE_INTERVAL_S", "STEP_PATIENCE_S"):
         monkeypatch.setattr(snapshot_reporter, name, 0.001)
 

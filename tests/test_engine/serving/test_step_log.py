@@ -1,4 +1,4 @@
-"""The last steps are kept, and no more of them than there is room for."""
+"""The last steps are kept, up to a fixed number."""
 
 from headrace_engine.serving.step_log import StepLog
 from headrace_testing.engine import make_request, make_rig

@@ -173,7 +173,8 @@ def joint(model: Reference, prompt: list[int], top: int) -> dict[tuple[int, ...]
 
 
 class FakeDrafter:
-    """Says that token n follows n - 1, and checks that it was asked nothing it has not seen."""
+    """Predicts n after the token n - 1, and checks that it never gets a question about tokens it
+    has not seen."""
 
     block_size = 4
     vocab_size = 100
@@ -217,7 +218,7 @@ def test_a_draft_model_sees_each_token_once() -> None:
     one.token_ids += [6, 7, 30]  # two drafts were accepted
     assert given.propose([(one, 2)]) == {one: (31, 32)}
     assert drafter.lengths[3:] == [[1], [1]]
-    one.token_ids += [31, 32, 33]  # all were accepted; the draft model never computed the last
+    one.token_ids += [31, 32, 33]  # all were accepted; the draft model never computed the last one
     assert given.propose([(one, 2)]) == {one: (34, 35)}
     assert drafter.lengths[5:] == [[2], [1]]
 

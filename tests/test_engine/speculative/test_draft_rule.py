@@ -1,6 +1,5 @@
-"""The rule for a draft model's drafts in virtual time: where nothing is to be gained it loses next
-to nothing, whatever the batch, and where something is it takes it.
-"""
+"""The rule for a draft model's drafts, in virtual time: without a possible gain it costs next to
+nothing, whatever the batch; with one it reaches it."""
 
 import random
 from dataclasses import dataclass, field
@@ -27,13 +26,14 @@ RIGHT, WRONG = 7, 8
 
 
 def step_seconds(tokens: int) -> float:
-    """A target that is bound by memory up to a few tokens, and by products beyond."""
+    """The seconds of a step of a target that is bound by memory up to a few tokens, and by compute
+    beyond."""
     return 1e-3 + max(1e-3, tokens * 0.13e-3) + tokens * 0.05e-3
 
 
 @dataclass
 class VirtualDrafter:
-    """Takes `share` of the target's time; says RIGHT each time."""
+    """Takes `share` of the target's time; always predicts RIGHT."""
 
     share: float
     now: float = 0.0
@@ -51,7 +51,8 @@ class VirtualDrafter:
 
 @dataclass
 class Simulation:
-    """Requests of one length that begin together and decode together; a draft holds by `chance`."""
+    """Requests of one length that begin and decode together; each drafted token is accepted with
+    probability `chance`."""
 
     count: int
     chance: float

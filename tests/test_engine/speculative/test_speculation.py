@@ -1,6 +1,6 @@
-"""Speculative decoding: lookup, acceptance, lengths, and an engine that decodes the same with it.
+"""Speculative decoding: lookup, acceptance, lengths, and an engine whose output stays the same.
 
-Real tiny models run here; what the lengths are chosen by is a clock of the test's own.
+Runs real tiny models; the lengths of drafts follow a clock that the test sets.
 """
 
 from collections.abc import Callable
@@ -30,7 +30,7 @@ from headrace_testing.engines import request as make_request
 
 CheckpointMaker = Callable[[str], Path]
 NGRAM = SpeculativeConfig(method="ngram", prompt_lookup_min=1, adaptive=False)
-# Three tokens over and over: random models soon repeat themselves too.
+# The same three tokens repeated: random models soon repeat themselves too.
 PROMPT = [30, 31, 32] * 4
 
 
@@ -143,7 +143,8 @@ def test_rows_go_to_their_sequences() -> None:
 
 @dataclass(frozen=True)
 class Costs:
-    """`draft` seconds a draft, None: not known; `entry` before a sequence's first."""
+    """`draft` is the seconds for a draft, None if unknown; `entry` the seconds before a sequence's
+    first draft."""
 
     draft: float | None = 0.0
     entry: float = 0.0
@@ -218,7 +219,8 @@ def test_unknown_costs_are_measured_with_one_sequence() -> None:
 def test_a_sequence_is_read_only_where_its_drafts_repay_that() -> None:
     one = sequence([1, 1])
     chooser = lengths(costs(*MEMORY_BOUND))
-    # A draft saves 0.7 seconds a step: HORIZON of them for less than 45.
+    # A draft saves 0.7 seconds a step over HORIZON steps, so it pays if the entry costs less than
+    # 45.
     assert chooser.choose([(one, 99)], 0, Costs(entry=40.0)) == [(one, 5)]
     assert chooser.choose([(one, 99)], 0, Costs(entry=50.0)) == []
 
@@ -255,7 +257,7 @@ def test_costs_follow_the_samples_but_not_outliers() -> None:
     assert found.seconds(4) == pytest.approx(1.05)
     assert found.added_seconds(4, 4) == 0.0
     found.observe(8, 3.0)
-    assert found.added_seconds(4, 4) == 0.0  # one sample may be an accident
+    assert found.added_seconds(4, 4) == 0.0  # a single sample may be an outlier
     found.observe(8, 3.0)
     assert found.added_seconds(4, 2) == pytest.approx((3.0 - 1.05) / 2)
     for _ in range(60):
@@ -298,7 +300,7 @@ def test_a_method_may_be_left_out() -> None:
 
 
 class Watched:
-    """A runner that tells how many drafts it was given and how many tokens a step made."""
+    """A runner that records how many drafts it was given and how many tokens each step made."""
 
     def __init__(self, runner: ModelRunner) -> None:
         self._runner = runner

@@ -72,7 +72,7 @@ def compiler() -> GrammarCompiler:
 
 
 def test_markers_that_are_single_tokens_match_these_tokens() -> None:
-    """For example Qwen's `<tool_call>`: it is no special token, and plain text never contains
+    """For example Qwen's `<tool_call>`: it is not a special token, and plain text never contains
     it."""
     backend = byte_level_tokenizer()
     backend.add_tokens([AddedToken("<f>", special=False, normalized=False)])
@@ -192,7 +192,7 @@ def test_character_classes_match_ascii_only() -> None:
 
 
 def test_a_structure_is_enforced_after_its_trigger(llm: LLM) -> None:
-    """Every e begins a structure, the last one perhaps cut off; much of the text is free."""
+    """Every e begins a structure, of which the last may be cut off; much of the text is free."""
     outputs = llm.generate([PROMPT], params(1.0, **TAGGED, n=6), use_tqdm=False)
     found = [choice.text for choice in outputs[0].outputs]
     cut = r'(e(\[("([xy]"?)?)?)?)?'
@@ -406,7 +406,7 @@ def allowed(cursor: GrammarCursor, words: int) -> frozenset[int]:
 
 
 def walk(compiled: CompiledGrammar, data: st.DataObject, length: int) -> Iterator[int]:
-    """A random output of the grammar."""
+    """A random output that the grammar allows."""
     cursor, output = compiled.cursor(), [1]
     for _ in range(length):
         assert cursor.advance(output, 1)

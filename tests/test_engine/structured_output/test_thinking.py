@@ -72,7 +72,7 @@ def letters(budget: int, form: ThinkingFormat) -> ThinkingBudget:
 
 
 def written(budget: ThinkingBudget, wish: str) -> str:
-    """The output of a model that wants to write this text, if it may."""
+    """The output of a model that wants to write this text, as far as it is allowed."""
     cursor, ids = ThinkingCursor(budget), list[int]()
     wanted = list(map(ord, wish))
     while wanted:

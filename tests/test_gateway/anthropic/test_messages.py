@@ -1,4 +1,5 @@
-"""/v1/messages with Anthropic's SDK: whole, streamed, tools, thinking, errors in its own shape."""
+"""/v1/messages with Anthropic's SDK: whole, streamed, with tools, with thinking, and errors in
+Anthropic's format."""
 
 from collections.abc import AsyncIterator
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""One batch against an API that answers from a script: waiting, trying again, taking over."""
+"""One batch against an API that answers from a script: waiting, retrying, taking over."""
 
 import json
 from collections.abc import Sequence
@@ -66,7 +66,7 @@ class Counted:
 
 
 class Stand:
-    """One batch with this number of lines, to be led by gateway `leader`."""
+    """One batch with this number of lines, which gateway `leader` leads."""
 
     def __init__(self, over: OverRedis, api: ScriptedApi) -> None:
         unused: Any = None
@@ -96,7 +96,7 @@ class Stand:
         )
 
     async def run(self, names: Sequence[str]) -> tuple[BatchStatus, dict[str, dict[str, Any]]]:
-        """Runs the batch to its end; returns the batch and the lines of both its files."""
+        """Runs the batch to its end; returns the batch and the lines of its two files."""
         content = jsonl([line(name) for name in names])
         file = StoredFile(
             id="file-1",
@@ -148,7 +148,8 @@ async def test_a_full_service_is_waited_for(over: OverRedis) -> None:
 
     assert status is BatchStatus.COMPLETED
     assert found["a"]["response"] == {"status_code": 200, "request_id": "", "body": {"n": 3}}
-    assert api.keys == ["batch_1:1"] * 3  # the same request for every gateway that repeats it
+    # every gateway that repeats the line sends the same request
+    assert api.keys == ["batch_1:1"] * 3
 
 
 async def test_a_line_that_failed_temporarily_is_tried_again(over: OverRedis) -> None:
@@ -264,7 +265,7 @@ async def test_usage_continues_from_the_previous_leaders_count(over: OverRedis) 
 
 
 async def test_metrics_count_each_line_once(over: OverRedis) -> None:
-    """A gateway that finds a line done before does not count it."""
+    """A gateway does not count a line that was already done."""
     stand = Stand(over, ScriptedApi((200, {}), (400, {}), (200, {})))
     await stand.run(["a", "b"])
     assert not await stand.batches.all_open()

@@ -1,4 +1,5 @@
-"""Files and batches over one Valkey: whole, cut short, taken over, and apart for each tenant."""
+"""Files and batches over one Valkey: complete, interrupted, taken over, and separate for each
+tenant."""
 
 import asyncio
 from collections.abc import AsyncIterator
@@ -197,7 +198,7 @@ async def test_another_gateway_continues_a_stopped_gateways_batch(
     assert len({one["response"]["body"]["id"] for one in output.values()}) == 60
 
 
-async def test_a_file_that_is_no_batch_fails_it_with_every_fault(client: BatchClient) -> None:
+async def test_a_file_that_is_not_a_batch_fails_it_with_every_fault(client: BatchClient) -> None:
     lines = [line("a"), line("a"), line("b", url="/v1/embeddings"), line("c", stream=True)]
     lines.append(line("d", messages=[[]] * Budget.containers))
 
@@ -278,7 +279,7 @@ async def test_another_tenants_ids_are_not_there_on_any_path(
     ids["request_id"] = ids["response_id"].removeprefix("resp_")
 
     document = (await http.get("/openapi.json", headers=book.headers("anna"))).json()
-    shared = ("{model_id}", "{engine_id}")  # no tenant's own
+    shared = ("{model_id}", "{engine_id}")  # stored without a tenant
     paths = [
         path
         for path in document["paths"]
@@ -328,7 +329,7 @@ async def test_a_key_reads_no_data_of_models_that_it_may_not_use(
     assert (await limited.post(f"/v1/batches/{batch['id']}/cancel")).status_code == 404
     assert (await limited.get("/v1/batches")).json()["data"] == []
     listed = (await limited.get("/v1/files")).json()["data"]
-    assert [file["purpose"] for file in listed] == ["batch"]  # not yet read, so without a model
+    assert [file["purpose"] for file in listed] == ["batch"]  # not read yet, so without a model
     own = await same.ended(await same.begin(lines))
     assert own["status"] == "completed" and own["output_file_id"]
     assert (await limited.get(f"/v1/files/{own['output_file_id']}")).status_code == 404
@@ -336,7 +337,7 @@ async def test_a_key_reads_no_data_of_models_that_it_may_not_use(
     assert (await limited.post("/v1/responses", follow)).status_code in (400, 404)
 
 
-async def test_a_revoked_key_runs_no_more_lines(
+async def test_a_revoked_key_runs_no_further_lines(
     backend: OverRedis, served: Models, book: KeyBook
 ) -> None:
     file = KeyFile(book.path)

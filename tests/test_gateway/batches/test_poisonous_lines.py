@@ -1,4 +1,5 @@
-"""A batch's line that takes down the gateway that runs it: real processes, killed while it runs."""
+"""A batch's line that crashes the gateway that runs it: real processes, which are killed while it
+runs."""
 
 import asyncio
 from collections.abc import AsyncIterator, Collection
@@ -55,8 +56,8 @@ class Leaders:
 
     @asynccontextmanager
     async def next(self) -> AsyncIterator[BatchClient]:
-        """A gateway that leads the batch, if there is one. It is killed at the end."""
-        if self.batch_id:  # as after the lease of the one before
+        """Starts the next gateway that may lead the batch. It is killed at the end."""
+        if self.batch_id:  # as if the previous leader's lease had expired
             await self._over.client.command("DEL", keys.batch_lease(self.batch_id))
         flags = ["--model", str(self._checkpoint), "--served-model-name", MODEL, "--port", "0"]
         flags += ["--redis-url", self._over.config.url, "--log-format", "json"]
@@ -92,7 +93,7 @@ async def test_a_poisonous_line_fails_after_three_crashes_and_other_lines_succee
     lines = [line("a", max_tokens=2), line("poison", max_tokens=4000), line("b", max_tokens=2)]
     async with leaders.next() as client:
         leaders.batch_id = await client.begin(lines)
-        await leaders.until_started((1, 2, 3), 1)  # no engine yet: all of them run
+        await leaders.until_started((1, 2, 3), 1)  # there is no engine yet, so all of them run
     async with leaders.next():
         before = await leaders.until_started((1, 2, 3), 2)
     known = set.union(*before.values())
@@ -124,7 +125,7 @@ async def test_a_batch_whose_files_crash_gateways_fails(
 ) -> None:
     async with batch_gateway(over, served, "g1", max_running_batches=1) as http:
         client = BatchClient(http)
-        await client.begin([line("first", max_tokens=4000)])  # has the only place
+        await client.begin([line("first", max_tokens=4000)])  # it has the only slot
         batch_id = await client.begin([line("a")])
         name = keys.batch_starts(batch_id)
         for gateway in range(MAX_GATEWAYS):

@@ -1,4 +1,4 @@
-"""The console over HTTP: its page, its stream, and who may have what."""
+"""The console over HTTP: its page, its stream, and access to them."""
 
 import asyncio
 import re
@@ -182,7 +182,10 @@ async def test_a_stream_ends_when_the_gateway_drains(checkpoint: Path) -> None:
 
 @dataclass(slots=True)
 class Supervised:
-    """A gateway with a supervisor that runs the engine e.1, and the ids that it was sent."""
+    """A gateway with a supervisor that runs the engine e.1.
+
+    Records the ids that the supervisor was given.
+    """
 
     gateway: Gateway
     kill_requests: list[str]

@@ -18,7 +18,7 @@ from headrace_testing.live import make_sequence, make_snapshot
 
 @dataclass(slots=True)
 class Fleet:
-    """Engines, a queue and a LiveStore in one. It counts how often it is read."""
+    """Engines, a queue and a LiveStore in one object, which counts how often it is read."""
 
     models: Models
     statuses: list[EngineStatus] = field(default_factory=lambda: [engine_status(shows_batch=True)])

@@ -1,4 +1,4 @@
-"""Requests of several gateways in one list, for those that may see them."""
+"""Requests of several gateways in one list, for callers that may see them."""
 
 import json
 from collections.abc import Callable, Sequence
@@ -27,7 +27,7 @@ class Clock:
 
 @dataclass(slots=True)
 class Shared:
-    """The shared requests of gateways, in memory, as one gateway sees them."""
+    """The shared requests of gateways, kept in memory, as one gateway sees them."""
 
     gateway_id: str
     written: dict[str, dict[str, bytes]]

@@ -1,4 +1,4 @@
-"""Schemas that would compile for minutes, at real gateway processes over a real Valkey."""
+"""Schemas that would compile for minutes, sent to real gateway processes over a real Valkey."""
 
 import asyncio
 import json
@@ -60,7 +60,7 @@ async def http() -> AsyncIterator[httpx.AsyncClient]:
 
 
 def request(gateway: HeadraceProcess, group: GatewayGroup, tenant: str, **structured: Any) -> Any:
-    """Arguments of a post."""
+    """The arguments of a POST."""
     body = {"prompt": "Hi", "structured_outputs": structured}
     headers = {**group.book.headers(tenant), "x-request-timeout": "0.2"}
     url = f"{gateway.await_log('gateway ready')['address']}/v1/completions"
@@ -72,7 +72,7 @@ def outcome(answer: httpx.Response) -> tuple[int, str]:
 
 
 def workers(gateway: HeadraceProcess) -> list[psutil.Process]:
-    """The processes that check grammars, without the fork server that starts them."""
+    """The processes that check grammars, except the fork server that starts them."""
     children = psutil.Process(gateway.pid).children(recursive=True)
     return [each for each in children if each.ppid() != gateway.pid]
 

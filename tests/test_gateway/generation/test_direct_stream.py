@@ -1,4 +1,5 @@
-"""Streams that are written directly when tokens arrive have the same bytes as streams of a task."""
+"""Streams that are written directly when tokens arrive have the same bytes as streams that a task
+writes."""
 
 import asyncio
 import json
@@ -111,7 +112,7 @@ class HandEngine(ScriptedEngine):
 
 
 class FakeConnection:
-    """Both ways of writing use one connection, in order."""
+    """A connection with both ways of writing, which keeps their order."""
 
     def __init__(self) -> None:
         self.ready = True
@@ -147,7 +148,7 @@ async def hand_engine(
         model=str(checkpoint),
         served_model_name=MODEL,
         tool_call_parser="hermes",
-        keep_alive_interval=600,  # no comment gets between, however slow this machine is
+        keep_alive_interval=600,  # no comment comes in between, however slow this machine is
         port=0,
         drain_timeout=0,
     )
@@ -167,7 +168,7 @@ def engine(hand_engine: tuple[HandEngine, FastAPI]) -> HandEngine:
 
 @pytest_asyncio.fixture(loop_scope="session")
 async def ask(engine: HandEngine, hand_engine: tuple[HandEngine, FastAPI]) -> AsyncIterator[Client]:
-    """Sends a request and returns its connection once the engine has it; ends at the test's end."""
+    """Sends a request; yields its connection when the engine has the request."""
     _, app = hand_engine
     tasks: list[asyncio.Task[None]] = []
 

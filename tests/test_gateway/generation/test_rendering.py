@@ -37,7 +37,7 @@ HUGE = "{{ '{:>9000000000}'.format('a') }}"
 
 @pytest.fixture
 def model(checkpoint: Path) -> ServedModel:
-    """The model as an engine registered it."""
+    """The model as an engine has registered it."""
     files = read_files(checkpoint).contents
     entry = RegisteredModel(name="m", digest=digest_of(files), max_model_len=100, created=5)
     return load_registered(entry, files, None)

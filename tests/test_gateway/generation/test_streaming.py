@@ -1,4 +1,4 @@
-"""Streams as bytes: the shape that clients and proxies rely on."""
+"""Streams as bytes: the format on which clients and proxies rely."""
 
 import asyncio
 import json
@@ -182,7 +182,7 @@ async def test_the_answer_waits_for_the_queue_under_open_headers(gateway: Gatewa
     gateway.engine.gate.clear()
     body = {"prompt": "x", "stream": True}
     async with gateway.http.stream("POST", "/v1/completions", json=body) as answer:
-        assert answer.status_code == 200  # the headers came while nothing had been generated
+        assert answer.status_code == 200  # the headers came before anything was generated
         gateway.engine.gate.set()
         text = (await answer.aread()).decode()
 

@@ -1,4 +1,4 @@
-"""Structured output at the gateway: each field that asks for it, what is refused at the door."""
+"""Structured output at the gateway: each field that asks for it, and what is refused."""
 
 import asyncio
 from typing import Any

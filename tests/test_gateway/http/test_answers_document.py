@@ -1,4 +1,4 @@
-"""Answers in the OpenAPI document: typed, and as the schemas of OpenAPI 3.1 want them."""
+"""Answers in the OpenAPI document: they have types, and follow the schemas of OpenAPI 3.1."""
 
 from collections.abc import AsyncIterator
 from typing import Any
@@ -13,7 +13,7 @@ from headrace_gateway.schemas import answers
 from headrace_testing.gateway import Gateway, events, failed, say, serve
 from headrace_testing.tokenizers import write_tool_checkpoint
 
-# What has no type: the page, files' bytes, and events that are replayed.
+# Answers without a type: the page, the bytes of files, and replayed events.
 UNTYPED = {
     ("get", "/docs"),
     ("get", "/v1/files/{file_id}/content"),
@@ -53,7 +53,7 @@ def successes(operation: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def fields_of(document: dict[str, Any], answer: dict[str, Any]) -> bool:
-    """Whether the answer in JSON is an object of the document, or one of several."""
+    """Whether the answer is JSON: an object of the document, or one of several."""
     schema = answer.get("content", {}).get("application/json", {}).get("schema", {})
     named = schema.get("anyOf", [schema])
     schemas = document["components"]["schemas"]
@@ -65,7 +65,7 @@ def fields_of(document: dict[str, Any], answer: dict[str, Any]) -> bool:
 CALL = '<tool_call>{"name": "weather", "arguments": {"city": "Paris"}}</tool_call>'
 FUNCTION = {"name": "weather", "parameters": {"type": "object"}}
 CHAT = {"messages": [{"role": "user", "content": "Hi"}]}
-# Each kind of stream: its body, and the fields that some event must have.
+# For each kind of stream: its body, and the fields that some event must have.
 STREAMS: dict[str, tuple[dict[str, Any], set[str]]] = {
     "/v1/chat/completions": (
         {
@@ -128,8 +128,8 @@ async def test_every_event_of_a_stream_is_of_its_documented_type(
 
 
 def closed(schema: Any) -> Any:
-    """The schema, but its objects have no other properties than it names. What repeats the fields
-    of a request has any."""
+    """The schema, changed so that objects have no other properties than it names. Objects that
+    repeat the fields of a request may have any."""
     if isinstance(schema, list):
         return [closed(each) for each in schema]
     if not isinstance(schema, dict):

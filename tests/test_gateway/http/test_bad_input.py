@@ -1,7 +1,7 @@
-"""Bad input: a 4xx in OpenAI's form at once, and the next request works.
+"""Bad input is answered at once by a 4xx in OpenAI's format, and the next request works.
 
-Covers bodies, counts, sampling numbers, stops and biases, chats. Leaves out broken HTTP, and what
-happens to memory over hours.
+Covers bodies, counts, sampling numbers, stops and biases, chats. Not covered: broken HTTP, and
+memory over hours.
 """
 
 import gzip

@@ -1,8 +1,7 @@
-"""The OpenAPI document is kept: schemathesis asks every path for what it says that it takes.
-
-A real gateway over Valkey with a fake engine, in a thread of its own. Left out is the check that
-whatever fits the document is accepted: some limits are between fields, and it cannot say those.
-"""
+"""The gateway follows its OpenAPI document: schemathesis sends every path the inputs that the
+document describes. A real gateway over Valkey with a fake engine, in a separate thread. There is no
+check that every input that fits the document is accepted: some limits concern several fields, which
+the document cannot express."""
 
 import asyncio
 import threading
@@ -26,10 +25,10 @@ from headrace_testing.batches import batch_gateway
 from headrace_testing.fake_engine import FakeEngine
 from headrace_testing.valkey import ValkeyServer
 
-# Longest prompt plus output: a request without max_tokens generates up to it.
-SLOWEST_S = 240  # for an answer, on a machine that has other things to do
+# Longest prompt plus output: a request without max_tokens generates up to this length.
+SLOWEST_S = 240  # to wait for an answer, on a machine that has other things to do
 MAX_MODEL_LEN = 64
-# What makes answers end that otherwise do not.
+# Fields that end answers that would otherwise not end.
 ENDS: dict[str, dict[str, Any]] = {"/console/live": {"events": 1}}
 CHECKS = [
     not_a_server_error,
@@ -56,7 +55,8 @@ DOCUMENT = document()
 
 
 def cases() -> Iterator[tuple[str, str, GenerationMode]]:
-    """Every operation with what fits the document, and with what does not, where that can be."""
+    """Every operation with inputs that fit the document and, where possible, with inputs that do
+    not."""
     for path, operations in DOCUMENT["paths"].items():
         for method, operation in operations.items():
             yield method, path, GenerationMode.POSITIVE

@@ -1,4 +1,4 @@
-"""Web pages of other origins: those that are allowed may ask and read, others may not."""
+"""Web pages of other origins: allowed pages may send requests and read answers, others may not."""
 
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -24,7 +24,7 @@ PREFLIGHT = {
 
 @pytest_asyncio.fixture(loop_scope="session")
 async def guarded(checkpoint: Path, tmp_path: Path) -> AsyncIterator[tuple[Gateway, str]]:
-    """A gateway with keys that a page may ask, and a secret."""
+    """A gateway with keys, to which a page may send requests, and a secret."""
     book = KeyBook(tmp_path / "keys.yaml")
     secret = book.add("one")
     keys = KeyFile(book.path)

@@ -37,7 +37,7 @@ STATUSES = {int(status) for row in ROWS for status in re.findall(r"\d+", row[1])
 
 def parsed(folder: str, words: Sequence[str]) -> Iterator[ast.Module]:
     """The modules that contain one of the words."""
-    # Python 3.11 cannot parse while it warns of objects of another test that it destroys.
+    # Python 3.11 cannot parse while it warns about objects of another test that it destroys.
     gc.collect()
     for path in (ROOT / folder).rglob("*.py"):
         text = path.read_text()
@@ -68,7 +68,7 @@ def words(tree: ast.AST) -> Iterator[str]:
 
 @pytest.fixture(scope="module")
 def error_calls() -> list[ast.Call]:
-    """The calls in the gateway's code that make an error."""
+    """The calls in the gateway's code that create an error."""
     return [
         node
         for tree in parsed("service", ERRORS)
@@ -173,7 +173,7 @@ def test_stored_data_that_cannot_be_opened_is_reported() -> None:
     assert error.headers["x-should-retry"] == "false"
 
 
-async def test_a_content_length_that_is_no_number_is_refused() -> None:
+async def test_a_content_length_that_is_not_a_number_is_refused() -> None:
     sent: list[Message] = []
 
     async def app(scope: Scope, receive: Receive, send: Send) -> None:

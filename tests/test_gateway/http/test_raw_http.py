@@ -1,4 +1,5 @@
-"""ReceivedStream HTTP, and clients that dawdle or come in crowds: answered, then closed."""
+"""HTTP as bytes, clients that are slow, and too many clients: they are answered, and then
+closed."""
 
 import asyncio
 import json
@@ -200,7 +201,7 @@ async def test_a_connection_without_a_complete_request_is_closed_for_a_new_one(
             writer.write(sent)
             await assert_works(gateway)
             end = await read_to_the_end(first)
-            other.write(b"GET /version HTTP/1.1\r\n\r\n")  # is still there
+            other.write(b"GET /version HTTP/1.1\r\n\r\n")  # it is still there
             await assert_works(gateway)
 
     assert end.startswith(answered) and (end == b"") == (sent == b"")

@@ -1,4 +1,4 @@
-"""With API keys on: who gets in, what each caller sees, and how the file of keys is followed."""
+"""With API keys: who is admitted, what each caller sees, and how the file of keys is followed."""
 
 import asyncio
 import hashlib
@@ -115,7 +115,7 @@ async def test_the_sdk_sees_an_authentication_error(gateway: Gateway, book: KeyB
 
 
 async def raw(gateway: Gateway, *lines: bytes) -> tuple[int, bytes]:
-    """GET /v1/models with header lines as they are."""
+    """GET /v1/models with these header lines, unchanged."""
     head = b"\r\n".join([b"GET /v1/models HTTP/1.1", b"host: x", b"connection: close", *lines])
     async with asyncio.timeout(60), gateway.connect() as (reader, writer):
         writer.write(head + b"\r\n\r\n")
@@ -222,7 +222,7 @@ async def test_anthropics_header_works_too(gateway: Gateway, book: KeyBook) -> N
 
 
 async def test_the_body_of_an_unauthenticated_request_is_not_read(gateway: Gateway) -> None:
-    """A length over the limit would be 413 for anyone who may ask."""
+    """Otherwise anyone could get a 413 for a length over the limit."""
     async with asyncio.timeout(60), gateway.connect() as (reader, writer):
         writer.write(
             b"POST /v1/chat/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\n"
@@ -297,8 +297,8 @@ async def test_a_request_carries_its_tenant(gateway: Gateway, book: KeyBook) -> 
 async def test_prefix_caches_are_apart_by_tenant_and_by_salt(
     gateway: Gateway, book: KeyBook
 ) -> None:
-    """Tenants share no cache even with equal salts: 5 callers have 5 caches, and the same ones
-    again."""
+    """Tenants share no cache even with equal salts: 5 callers have 5 caches, and have the same ones
+    again later."""
     requested = [("alice", None), ("bob", None), ("alice", "b"), ("bob", "b"), ("alice", "x")]
     for name, salt in [*requested, *requested, ("batch", None)]:
         body = {"prompt": "Hi"} if salt is None else {"prompt": "Hi", "cache_salt": salt}
@@ -307,7 +307,7 @@ async def test_prefix_caches_are_apart_by_tenant_and_by_salt(
     salts = [request.cache_salt for request in gateway.engine.submitted]
     assert len(set(salts[:5])) == 5 and salts[5:10] == salts[:5]
     assert salts[10] == salts[1]  # two keys of one tenant share
-    for each in salts:  # and no text that a request without a tenant could send is one of them
+    for each in salts:  # and none of them equals a text that a request without a tenant could send
         with pytest.raises(UnicodeDecodeError):
             each.decode()
 
@@ -338,7 +338,7 @@ async def test_a_key_without_a_priority_gets_its_ceiling(
 async def test_known_and_unknown_keys_are_looked_up_the_same_way(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """The key itself is never compared, only hashes, once each, in constant time."""
+    """The key itself is never compared: only hashes are, once each, in constant time."""
     key = new_key("a", CREATED)
     ring = KeyRing([key.entry])
     compared: list[tuple[bytes, bytes]] = []

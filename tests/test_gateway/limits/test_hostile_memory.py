@@ -1,4 +1,4 @@
-"""The memory, as the kernel counts it, that one client can make a gateway process use."""
+"""The memory that one client can make a gateway process use, as counted by the kernel."""
 
 import json
 import socket
@@ -22,7 +22,7 @@ HEAD = b"POST /v1/chat/completions HTTP/1.1\r\nhost: x\r\ncontent-type: applicat
 def process(
     checkpoint: Path, valkey: ValkeyServer, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[GatewayProcess]:
-    """Warm: it has answered a request of the largest size."""
+    """A process that is warm: it has answered a request of the largest size."""
     log = tmp_path_factory.mktemp("gateway") / "log"
     with GatewayProcess(checkpoint, valkey.url, log, "--log-format", "json") as process:
         process.await_log("gateway ready")
@@ -50,7 +50,7 @@ def _kib(process: HeadraceProcess, field: str) -> int:
 
 
 def send(process: GatewayProcess, *pieces: bytes) -> bytes:
-    """All that is answered before the connection closes."""
+    """Sends bytes; returns the answer until the connection closes."""
     with socket.create_connection(("127.0.0.1", process.port), 60) as connection:
         with suppress(ConnectionError):
             for piece in pieces:
@@ -85,7 +85,7 @@ def members(mib: int) -> bytes:
 USER = b'{"role":"user","content":"x"}'
 CONTENT = b'[{"role":"user","content":%b}]'
 CALLS = b'[{"role":"assistant","tool_calls":%b}]'
-# Made when a test asks, not by every process that collects it.
+# Made when a test needs them, and not by every process that collects this file.
 BODIES: dict[str, Callable[[], tuple[str, bytes]]] = {
     "wrong parts": lambda: chat(CONTENT % listed(b"1", 2)),
     "more wrong parts": lambda: chat(CONTENT % listed(b"1", 7)),

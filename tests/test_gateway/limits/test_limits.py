@@ -1,4 +1,4 @@
-"""The budget of a request: what JSON may hold, and that each field of each body has a bound."""
+"""The limits of a request: what JSON may contain, and that each field of each body has a bound."""
 
 import asyncio
 import json
@@ -30,8 +30,8 @@ from headrace_gateway.schemas.chat_messages import Body
 from headrace_testing.gateway import serve
 from headrace_testing.waiting import eventually
 
-# Short JSON is looked at too.
-SMALL = replace(Budget(), values=8, strings=8, containers=4, members=4, members_of_one=3)
+# Short JSON is checked too.
+SMALL = replace(Budget(), values=8, strings=8, containers=4, members=4, members_per_object=3)
 LARGE = INLINE_SIZE + 1
 CODE = "request_too_complex"
 
@@ -73,7 +73,8 @@ VALUES = st.recursive(
 
 @given(value=VALUES, ascii_only=st.booleans())
 def test_json_is_refused_exactly_where_a_count_of_it_is_over(value: Any, ascii_only: bool) -> None:
-    """Values are counted with the whole of it, and an empty list or object as if it had one."""
+    """Values are counted including the whole, and an empty list or object as if it had one
+    value."""
     counts = dict.fromkeys(("values", "strings", "containers", "members"), 0)
     count(value, counts)
     over = any(number > getattr(SMALL, name) for name, number in counts.items())
@@ -138,7 +139,7 @@ def holds(condition: Callable[[], bool]) -> Callable[[], Awaitable[bool]]:
 
 
 async def test_a_tenant_never_has_all_threads() -> None:
-    """It never has all threads, even if it requests much and disconnects often."""
+    """Not even if it sends many requests and disconnects often."""
     go = threading.Event()
     running: list[str] = []
 
@@ -191,7 +192,7 @@ def test_the_size_of_data_is_that_of_its_texts_and_items(value: object) -> None:
     assert size_of({"a": ["b", "cd", None, 1]}) == 8
 
 
-# Bodies that are held
+# Bodies in memory
 
 
 def test_all_bodies_and_those_of_one_tenant_are_bounded() -> None:
@@ -244,7 +245,7 @@ def kinds(of: type[Body]) -> Iterator[type[Body]]:
 
 
 def unbounded(kind: Any, bounds: Sequence[Any], place: str) -> Iterator[str]:
-    """Places in a type that no bound holds for; `bounds` are those said around it."""
+    """The places in a type that no bound limits; `bounds` are those of the types around it."""
     origin, inner = get_origin(kind), get_args(kind)
     if origin is Annotated:
         yield from unbounded(inner[0], [*bounds, *flat(inner[1:])], place)

@@ -1,6 +1,5 @@
-"""Limits of keys as their clients see them: on one gateway with a virtual clock, and on two of them
-over real Valkey.
-"""
+"""Rate limits of keys as their clients see them: on one gateway with a virtual clock, and on two
+gateways over a real Valkey."""
 
 import asyncio
 import time
@@ -51,7 +50,7 @@ class Limited:
     count: int = 0
 
     def key(self, **limits: int) -> str:
-        """Another key with these limits."""
+        """Adds another key with these limits."""
         self.count += 1
         name = f"key{self.count}"
         self.book.add(name, limits=limits)
@@ -74,7 +73,7 @@ class Limited:
         return limits
 
     async def settled(self) -> None:
-        """Returns when everything has ended and is charged."""
+        """Waits until all requests have ended and are charged."""
 
         async def nothing_runs() -> bool:
             return self.limits.running == 0
@@ -213,7 +212,7 @@ async def test_a_client_that_retries_after_retry_after_is_served(limited: Limite
 
 
 async def test_tokens_are_charged_as_they_were_used(limited: Limited) -> None:
-    """60 are reserved; the answer ends long before its bound."""
+    """60 tokens are reserved; the answer ends long before its bound."""
     key = limited.key(tokens_per_minute=600)
     limited.gateway.engine.script = limited.gateway.engine.say("Once")
     first = await limited.ask(key, max_tokens=50)
@@ -446,7 +445,7 @@ class Pair:
     over: OverRedis
 
     async def places(self, key: str, count: int) -> None:
-        """Returns when `count` requests of the key run."""
+        """Waits until `count` requests of the key run."""
 
         async def reached() -> bool:
             running = await self.over.client.command("ZCARD", keys.key_leases(key))
@@ -513,7 +512,8 @@ async def _gateway(
 
 
 def come_back(began: float) -> float:
-    """Tokens that a key with 1000 a minute may have got back since, however slow the machine is."""
+    """The tokens that a key with 1000 a minute may have got back since then, however slow the
+    machine is."""
     return (time.monotonic() - began) * 1000 / 60
 
 
@@ -538,7 +538,7 @@ async def test_two_gateways_share_the_concurrency_limit(pair: Pair) -> None:
 
 
 async def test_two_gateways_charge_one_account(pair: Pair) -> None:
-    """Each of 20 requests uses 15 of 1000; what is left is known at either gateway."""
+    """Each of 20 requests uses 15 of 1000 tokens; both gateways know the rest."""
     began = time.monotonic()
     for number in range(20):
         assert (await pair.ask(number, "tokens")).status_code == 200
@@ -562,7 +562,7 @@ async def test_a_request_that_outlives_its_client_is_charged_at_its_end(pair: Pa
 
 
 async def test_tenants_have_idempotency_keys_and_requests_of_their_own(pair: Pair) -> None:
-    """A tenant cannot find the stored data of another, by key or by id."""
+    """A tenant cannot find another tenant's stored data by idempotency key or by id."""
     locations = []
     for number, key in enumerate(("ten", "other", "ten")):
         answer = await pair.ask(number, key, headers={"idempotency-key": "the-same"})

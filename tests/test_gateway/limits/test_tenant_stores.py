@@ -107,7 +107,8 @@ async def test_the_number_of_stored_requests_is_limited(
 async def test_a_finished_request_counts_with_its_real_size(
     backend: Backend, served: Models, engine: FakeEngine
 ) -> None:
-    """While it runs it counts with its largest possible size, so that no second one fits."""
+    """While a request runs, it counts with its largest possible size, so that no second one
+    fits."""
     engine.freeze()
     group = GatewayGroup(backend, served, 60.0, max_tenant_store_bytes=20_000)
     async with group.gateway("g1") as http:

@@ -1,4 +1,4 @@
-"""Attributes of tenants besides their keys: salts, and a limited number of metric labels."""
+"""Properties of tenants other than their keys: salts, and a limited number of metric labels."""
 
 import asyncio
 from collections.abc import Iterator
@@ -84,7 +84,7 @@ def exercise(metrics: GatewayMetrics, tenant: str | None) -> None:
 
 
 def labelled(telemetry: Telemetry) -> set[str]:
-    """Names of the metrics with a tenant."""
+    """The names of the metrics with a tenant label."""
     families = scrape(url_of(telemetry))
     return {
         name

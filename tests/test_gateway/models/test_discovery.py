@@ -94,7 +94,7 @@ class World:
         await self.registry.register(entry, contents)
 
     async def later(self, seconds: float = REFRESH_S) -> None:
-        """One refresh after so much time, and the loads that it began where nothing holds them."""
+        """Moves the time and runs a refresh, and the loads that it begins if nothing holds them."""
         self._sleeping.clear()
         self.now += seconds
         self._ticks.put_nowait(None)
@@ -124,7 +124,7 @@ async def world(files: Files) -> AsyncIterator[World]:
 
 
 def other(files: Files) -> Files:
-    """Other files that can be loaded as well."""
+    """Other files that can be loaded, too."""
     return {**files, "chat_template.jinja": b"other"}
 
 
@@ -350,7 +350,7 @@ async def test_known_models_are_served_while_redis_is_away(
     assert len([record for record in caplog.records if record.levelno >= logging.WARNING]) == 1
 
     assert (await world.models.find("a")).name == "a"
-    with pytest.raises(BackendUnavailable):  # it may well exist
+    with pytest.raises(BackendUnavailable):  # it may exist, but the registry cannot be read
         await world.models.find("b")
     world.backend.available = True
     await world.register("b")
@@ -450,7 +450,7 @@ async def test_models_of_the_settings_have_the_adapters_of_their_engines(world: 
     models = Models({"static": replace(static, name="static")}, world.discovery)
 
     assert (await models.find("sql")).queue == "static"
-    # A model goes before an adapter of its name.
+    # A model takes precedence over an adapter with its name.
     assert models.get("plain").parent is None
     assert models.names == ("static", "plain", "plain-sql", "sql")
     world.backend.wipe()

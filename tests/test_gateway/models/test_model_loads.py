@@ -1,4 +1,4 @@
-"""Files of a registered model that crash gateways end at most three processes."""
+"""A registered model whose files crash a gateway ends at most three processes."""
 
 import asyncio
 import io

@@ -1,4 +1,4 @@
-"""Bodies as agents send them, with fields and values that need nothing done here."""
+"""Bodies that agents send, with fields and values that need no action here."""
 
 from collections.abc import AsyncIterator
 from typing import Any
@@ -204,7 +204,7 @@ async def test_a_conversation_that_is_too_long_loses_its_first_turns(kept: KeptG
     assert left and left == list(range(left[0], 40))
     assert [n for n in range(40) if f"result {n}<" in kept.prompt] == left
     assert "system\nBe brief.<" in kept.prompt and kept.prompt.rstrip().endswith("assistant")
-    # As many as fit.
+    # As many turns as fit.
     used = response["usage"]["input_tokens"]
     assert 4096 - 100 - used < used / len(left)
     huge = [{"role": "user", "content": "word " * 5000}]
@@ -227,9 +227,9 @@ async def test_the_tokens_of_an_input_can_be_counted_first(kept: KeptGateway) ->
 async def test_a_server_can_be_set_to_ignore_unknown_fields(
     tmp_path_factory: pytest.TempPathFactory,
 ) -> None:
-    """At any depth; what is known and not served is refused all the same.
+    """At any depth; fields that are known but not supported are still refused.
 
-    Codex offers a search in the web to every server, and models need not call tools.
+    Codex offers a web search to every server, and models need not call tools.
     """
     folder = write_tool_checkpoint(tmp_path_factory.mktemp("lenient"))
     message = {"role": "user", "content": [{"type": "text", "text": "Hi", "x": 1}], "mood": "good"}

@@ -1,4 +1,4 @@
-"""Prompts in answers: echoed as text and tokens, and the log probabilities of prompts."""
+"""Prompts in answers: returned as text and tokens, and the log probabilities of prompts."""
 
 import math
 from collections.abc import Sequence
@@ -20,7 +20,7 @@ PROMPT = "Hello world"
 
 
 def scores(gateway: Gateway, text: str = PROMPT, count: int = 2) -> tuple[Logprobs, ...]:
-    """The engine's prompt log probabilities: each token with `count` alternatives."""
+    """The prompt's log probabilities from an engine: each token with `count` alternatives."""
     ids = gateway.engine.tokenizer.encode(text)
     return tuple(
         Logprobs(-0.5 * place, place, tuple((7 + other, -1.0 - other) for other in range(count)))

@@ -1,4 +1,4 @@
-"""/v1/responses with OpenAI's SDK: created, streamed, kept, gone on with, cancelled, deleted."""
+"""/v1/responses with OpenAI's SDK: created, streamed, stored, continued, cancelled, deleted."""
 
 import json
 from collections.abc import AsyncIterator
@@ -262,7 +262,7 @@ async def test_input_items_are_listed(client: AsyncOpenAI) -> None:
 async def test_sealed_reasoning_comes_back_as_the_models_own(
     client: AsyncOpenAI, kept: KeptGateway
 ) -> None:
-    """A request like Codex's: nothing is stored, so reasoning comes back only in this form."""
+    """Codex sends such a request: nothing is stored, so reasoning comes back only in this form."""
     kept.say("<think>I löök.</think>Hello.")
     common: Any = {"model": MODEL, "store": False, "include": ["reasoning.encrypted_content"]}
     stream = await client.responses.create(input="Hi", stream=True, **common)

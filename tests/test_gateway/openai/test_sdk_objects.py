@@ -1,8 +1,8 @@
-"""Every field of the objects within the SDKs' requests is read, or said by name to be refused.
+"""Every field of the objects within the SDKs' requests is supported, or is listed here as refused.
 
-`test_sdk_parameters` walks the requests' own parameters. Here are those of the objects in them:
-messages, their parts, tools, options. Both are read off the SDKs' types, so that a new version of
-them with a new field, or a new value of one, fails here.
+`test_sdk_parameters` checks the requests' own parameters, this file the objects in them: messages,
+their parts, tools, options. Both read the SDKs' types, so a new version of an SDK with a new field,
+or a new value of a field, fails here.
 """
 
 import types
@@ -44,7 +44,7 @@ REQUESTS: dict[str, tuple[Any, type[BaseModel]]] = {
     "count_tokens": (message_count_tokens_params.MessageCountTokensParams, CountTokensRequest),
     "batches": (batch_create_params.BatchCreateParams, CreateBatch),
 }
-# Values that are refused by their fields' own lists of what is known.
+# Values in the SDKs that the gateway refuses.
 REFUSED_VALUES = {
     "chat.messages.role = function",  # OpenAI's name for tool until 2023
     "beta messages.thinking.display = updates",
@@ -64,7 +64,7 @@ def options(annotation: Any) -> Iterator[Any]:
 
 
 def leaves(annotation: Any) -> Iterator[Any]:
-    """Like `alternatives`, with the element types of lists in place of the lists."""
+    """Like `options`, with the element types of lists in place of the lists."""
     for each in options(annotation):
         origin = get_origin(each)
         if isinstance(origin, type) and issubclass(origin, (list, Iterable)) and origin is not dict:
@@ -93,9 +93,9 @@ def may_be_null(annotation: Any) -> bool:
 
 
 def unknown(path: str, theirs: Any, ours: Any, within: Sequence[Any] = ()) -> Iterator[str]:
-    """Fields and values that the SDK's type has at this place, and ours has not.
+    """The fields and values that the SDK's type has at this place and ours lacks.
 
-    Kinds of objects that have no counterpart here are `test_sdk_parameters`'.
+    `test_sdk_parameters` checks kinds of objects that have no counterpart here.
     """
     known = values(ours)
     if known:
@@ -136,7 +136,7 @@ def test_every_field_of_an_item_of_responses_is_known(kind: str) -> None:
     theirs = [item for item in items if kind in values(fields(item).get("type", Any))]
     assert theirs
     for item in theirs:
-        # Nulls of items are dropped where they are read.
+        # Null items are dropped when they are read.
         missing = {each for each in unknown(kind, item, KINDS[kind]) if not each.endswith("null")}
         missing |= fields(item).keys() - fields(KINDS[kind]).keys()
         assert missing == set(), item

@@ -1,4 +1,4 @@
-"""Every parameter of the SDKs' requests is served, or refused by its name with what to do.
+"""Every parameter of the SDKs' requests is supported, or refused by name with a remedy.
 
 Parameters, and the kinds of messages' parts, tools, formats and choices, are read from the SDKs'
 types. So a new version of an SDK with new ones fails here.
@@ -128,7 +128,8 @@ def _literals(annotation: Any) -> Iterator[str]:
 
 @dataclass(frozen=True)
 class Place:
-    """A field whose objects have several kinds. `served` are the kinds that this server accepts."""
+    """A field whose objects have several kinds. `served` are the kinds that this server
+    supports."""
 
     api: str
     annotation: Any
@@ -207,7 +208,7 @@ PLACES = {
 def test_kinds_that_are_not_served_are_refused_by_name(place: Place) -> None:
     api = APIS[place.api]
     others = set(kinds(place.annotation)) - set(place.served.split())
-    # The SDK knows at least one kind that is served.
+    # The SDK knows at least one kind that is supported.
     assert set(place.served.split()) & set(kinds(place.annotation))
     for kind in others:
         error = refusal(api.body, api.refused, place.put({"type": kind}))

@@ -38,7 +38,7 @@ TOOL: Mapping[str, Any] = {
         "parameters": {"type": "object", "properties": {"location": {"type": "string"}}},
     },
 }
-SAID = f"{ANALYSIS}I look.{NEXT}<|channel|>commentary<|message|>Wait.{NEXT}{CALL}"
+OUTPUT = f"{ANALYSIS}I look.{NEXT}<|channel|>commentary<|message|>Wait.{NEXT}{CALL}"
 TEXT = {"type": "const_string", "value": "a"}
 RULES = {"type": "rules", "rules": {"a": TEXT}, "content": {"type": "rule", "name": "a"}}
 HI = [{"role": "user", "content": "Hi"}]
@@ -68,8 +68,8 @@ async def body_of(answer: httpx.Response) -> Any:
     return answer.json()
 
 
-async def test_a_chat_has_reasoning_text_and_call_apart(harmony: Gateway) -> None:
-    say(harmony, SAID)
+async def test_a_chat_separates_reasoning_text_and_call(harmony: Gateway) -> None:
+    say(harmony, OUTPUT)
     body = await body_of(await harmony.chat(tools=[TOOL], reasoning_effort="xhigh"))
 
     (choice,) = body["choices"]
@@ -86,7 +86,7 @@ async def test_a_chat_has_reasoning_text_and_call_apart(harmony: Gateway) -> Non
 
 
 async def test_a_stream_adds_up_to_the_same(harmony: Gateway) -> None:
-    say(harmony, SAID)
+    say(harmony, OUTPUT)
     answer = await harmony.chat(tools=[TOOL], stream=True)
     deltas = [each["choices"][0]["delta"] for each in events(answer.text) if each["choices"]]
 
@@ -98,15 +98,15 @@ async def test_a_stream_adds_up_to_the_same(harmony: Gateway) -> None:
 
 
 async def test_responses_and_messages_have_the_same_parts(harmony: Gateway) -> None:
-    say(harmony, SAID)
+    say(harmony, OUTPUT)
     function = TOOL["function"]
     responses = await harmony.http.post(
         "/v1/responses",
         json={"model": MODEL, "input": "Hi", "tools": [{"type": "function", **function}]},
     )
     tool = {"name": function["name"], "input_schema": function["parameters"]}
-    grammar = {"model": MODEL, "max_tokens": 200, "messages": HI, "tools": [tool]}
-    messages = await harmony.http.post("/v1/messages", json=grammar)
+    body = {"model": MODEL, "max_tokens": 200, "messages": HI, "tools": [tool]}
+    messages = await harmony.http.post("/v1/messages", json=body)
 
     items = (await body_of(responses))["output"]
     assert [each["type"] for each in items] == ["reasoning", "message", "function_call"]
@@ -116,7 +116,7 @@ async def test_responses_and_messages_have_the_same_parts(harmony: Gateway) -> N
     assert blocks[2]["input"] == {"location": "SF"}
 
 
-async def test_log_probabilities_of_an_answer_are_of_no_other_message(harmony: Gateway) -> None:
+async def test_log_probabilities_of_an_answer_exclude_other_messages(harmony: Gateway) -> None:
     say(harmony, f"{ANALYSIS}I look.{NEXT}{FINAL}Yes.")
     body = {"include": ["message.output_text.logprobs"], "store": False}
     answer = await harmony.http.post(
@@ -128,7 +128,9 @@ async def test_log_probabilities_of_an_answer_are_of_no_other_message(harmony: G
     assert (content["text"], "".join(tokens)) == ("Yes.", "Yes.<|return|>")
 
 
-async def test_a_call_ends_the_turn_for_any_end_tokens_of_the_checkpoint(harmony: Gateway) -> None:
+async def test_a_call_ends_the_turn_whatever_the_end_tokens_of_the_checkpoint(
+    harmony: Gateway,
+) -> None:
     await body_of(await harmony.chat(stop_token_ids=[5]))
 
     call = harmony.engine.tokenizer.token_to_id("<|call|>")
@@ -176,8 +178,8 @@ async def test_reasoning_cannot_be_left_out(harmony: Gateway) -> None:
     assert "low is the least" in error["message"]
 
 
-def held(gateway: Gateway) -> Any:
-    """The structured output that the last request asked the engine for."""
+def constraint_of(gateway: Gateway) -> Any:
+    """The structured output that the last request asked of the engine."""
     structured = gateway.engine.submitted[-1].sampling.structured_outputs
     return None if structured is None else read(structured.structural_tag).format
 
@@ -203,7 +205,7 @@ async def test_an_answer_after_reasoning_must_match_its_format(
 ) -> None:
     say(harmony, f'{ANALYSIS}I look.{NEXT}{FINAL}{{"a": 1}}')
     (choice,) = (await body_of(await harmony.chat(**fields)))["choices"]
-    grammar = held(harmony)
+    grammar = constraint_of(harmony)
     begun = {"role": "assistant", "content": '{"a'}
     await body_of(
         await harmony.chat(
@@ -213,7 +215,7 @@ async def test_an_answer_after_reasoning_must_match_its_format(
             continue_final_message=True,
         )
     )
-    within = held(harmony)
+    within = constraint_of(harmony)
 
     message = choice["message"]
     assert (message["reasoning_content"], message["content"]) == ("I look.", '{"a": 1}')
@@ -226,4 +228,6 @@ async def test_forced_calls_are_constrained_after_reasoning(harmony: Gateway) ->
     (choice,) = (await body_of(await harmony.chat(tools=[TOOL], tool_choice="required")))["choices"]
 
     assert choice["message"]["tool_calls"][0]["function"]["name"] == "get_weather"
-    assert choice["message"]["reasoning_content"] == "I look." and held(harmony) is not None
+    assert (
+        choice["message"]["reasoning_content"] == "I look." and constraint_of(harmony) is not None
+    )

@@ -1,4 +1,4 @@
-"""The split of reasoning from the answer, however the text is cut."""
+"""The separation of reasoning from the answer, however the text is cut."""
 
 from collections.abc import Sequence
 

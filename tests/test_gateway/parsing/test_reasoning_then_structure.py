@@ -1,7 +1,7 @@
 """With a structured output, reasoning is free and what follows it must match.
 
-A model of random choices is held to the grammar, token by token, in every form of reasoning and for
-every kind of constraint.
+A model that chooses at random is constrained by the grammar, token by token, for every reasoning
+format and every kind of constraint.
 """
 
 import json
@@ -66,7 +66,7 @@ CONSTRAINTS: dict[str, tuple[StructuredOutputsParams, Callable[[str], None]]] = 
 
 @cache
 def tokenizer(spelling: str) -> tuple[Tokenizer, LLTokenizer]:
-    """The markers are special tokens, or other added ones, or only texts."""
+    """The markers are special tokens, other added tokens, or ordinary text."""
     backend = byte_level_tokenizer()
     if spelling != "text":
         markers = {each for one in FAMILIES.values() for each in (one.opening, one.closing)}
@@ -94,7 +94,7 @@ def matcher_of(held: StructuredOutputsParams, spelling: str) -> LLMatcher:
 
 
 def finished(matcher: LLMatcher, ids: list[int], vocab: int, seed: int) -> list[int]:
-    """The output after these tokens, of a model that chooses randomly."""
+    """The output after these tokens, of a model that chooses at random."""
     chance = random.Random(seed)
     assert matcher.consume_tokens(ids), matcher.get_error()
     ids = list(ids)
@@ -154,7 +154,7 @@ def test_reasoning_is_free_and_what_follows_must_match(name: str, kind: str, spe
             assert reasoning == thought
             check(final)
         matcher = matcher_of(constrained, spelling)
-        assert matcher.validate_tokens([*words, 0]) == len(words)  # reasoning is no answer
+        assert matcher.validate_tokens([*words, 0]) == len(words)  # reasoning is not an answer
         wrong = text.encode(f"{begin}{answer}~")
         assert matcher.validate_tokens(wrong) < len(wrong)
 

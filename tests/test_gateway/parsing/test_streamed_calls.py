@@ -1,4 +1,4 @@
-"""Calls in every form through every API: a stream adds up to the whole answer."""
+"""Calls in every format through every API: a stream adds up to the whole answer."""
 
 import json
 from collections.abc import Sequence
@@ -28,7 +28,7 @@ def answer_of(api: str, name: str) -> Any:
         kinds={"weather": {"city": "text", "days": "json"}},
         reasoning="qwen3",
     )
-    assert OutputForm.decode(form.encode()) == form  # as it is kept with requests
+    assert OutputForm.decode(form.encode()) == form  # as it is stored with requests
     options = AnswerOptions(
         answer_id="id", model="model", created=0, tokenizer=TOKENIZER, choices=1, form=form
     )

@@ -1,7 +1,7 @@
-"""Calls of strict tools are valid in every format, with random choices of the model.
+"""Calls of strict tools are valid in every format.
 
-A model of random choices is held to the grammar, token by token; its text is read by the form's
-parser, and the calls' arguments are checked against the schemas.
+A model that chooses at random is constrained by the grammar, token by token; the format's parser
+reads its text, and the calls' arguments are checked against the schemas.
 """
 
 import json
@@ -68,7 +68,7 @@ OPENINGS = {
         if name not in ("llama3_json", "pythonic", "openai")
     },
 }
-# Texts that random choices would hardly ever produce.
+# Texts that random choices would hardly ever give.
 CLOSERS = ("</parameter>", "</arg_value>", '"', "}", "]", ")")
 TEMPLATES = {"mistral": ("", "[TOOL_CALLS][ARGS]", "[TOOL_CALLS][CALL_ID][ARGS]")}
 STEPS = 3000
@@ -76,7 +76,7 @@ STEPS = 3000
 
 @cache
 def tokenizer(kind: str) -> tuple[Tokenizer, LLTokenizer]:
-    """The markers are special tokens, or other added ones, or only texts."""
+    """The markers are special tokens, other added tokens, or ordinary text."""
     backend = byte_level_tokenizer()
     if kind != "text":
         texts = sorted(
@@ -130,7 +130,7 @@ def sampled(
     seed: int,
     words: Sequence[str] = CLOSERS,
 ) -> tuple[str, list[int]]:
-    """The output of a model that chooses randomly among these words, after its first ones."""
+    """The output of a model that chooses at random among these words, after its first ones."""
     text, _ = tokenizer(kind)
     matcher = matcher_of(held, kind)
     chance = random.Random(seed)
@@ -252,7 +252,7 @@ def test_an_output_is_calls_or_an_answer_in_its_format(name: str) -> None:
         assert not allowed(held, kind, text.encode(f'{written_before}{begin}{{"x": "'))
         assert not allowed(held, kind, text.encode(f"{written_before}{answer} and"))
         assert not allowed(held, kind, text.encode(written_before + "\n" * 5))
-    assert not allowed(held, kind, [*text.encode(reasoning[:12]), 0])  # reasoning is no answer
+    assert not allowed(held, kind, [*text.encode(reasoning[:12]), 0])  # reasoning is not an answer
     assert calls_of(answer, text.encode(answer), form) == []
     opening = "[weather(" if name.endswith("pythonic") else OPENINGS[name]
     called, ids = sampled(held, kind, reasoning + opening, 5)
@@ -286,7 +286,7 @@ def test_text_is_unconstrained_and_spelled_markers_are_not_calls(name: str) -> N
 
     for kind in ("text", "special"):
         assert allowed(held, kind, tokenizer(kind)[0].encode(words))
-        # In the words of a tokenizer without markers, so that they are spelled.
+        # With the words of a tokenizer without markers, which spells them.
         assert not allowed(held, kind, tokenizer("text")[0].encode(wrong))
 
 
@@ -428,16 +428,16 @@ def properties(**fields: Any) -> dict[str, Any]:
 
 
 REFUSED: list[tuple[str, str, dict[str, Any], str]] = [
-    ("pythonic", "f", properties(**{"a-b": {}}), "'a-b' of f is no Python identifier"),
-    ("pythonic", "f", properties(**{"class": {}}), "'class' of f is no Python identifier"),
-    ("pythonic", "f-g", properties(), "'f-g' is no Python identifier"),
+    ("pythonic", "f", properties(**{"a-b": {}}), "'a-b' of f is not a Python identifier"),
+    ("pythonic", "f", properties(**{"class": {}}), "'class' of f is not a Python identifier"),
+    ("pythonic", "f-g", properties(), "'f-g' is not a Python identifier"),
     ("pythonic", "f", {"anyOf": [{}]}, "'anyOf' beside"),
-    ("gemma4", "f", properties(**{"a:b": {}}), "'a:b' of f cannot be held"),
+    ("gemma4", "f", properties(**{"a:b": {}}), "'a:b' of f cannot be enforced"),
     ("gemma4", "f", properties(a={"allOf": [{}]}), "'allOf' is in its schema"),
     ("gemma4", "f", properties(a={"enum": [[1]]}), "an array is one of its values"),
     ("gemma4", "f", properties(a={"type": "array", "maxItems": 99}), "over 32 items"),
     ("gemma4", "f", properties(a={"required": ["b"]}), "'b' is required and not described"),
-    ("qwen3_coder", "f", properties(**{"a>b": {}}), "'a>b' of f cannot be held"),
+    ("qwen3_coder", "f", properties(**{"a>b": {}}), "'a>b' of f cannot be enforced"),
     ("qwen3_coder", "f", properties(a={"$ref": "#/properties/b"}), "'#/properties/b'"),
     ("qwen3_coder", "f", properties(a={"enum": ["</parameter>"]}), "is in one of its values"),
     (
@@ -450,7 +450,7 @@ REFUSED: list[tuple[str, str, dict[str, Any], str]] = [
         "glm45",
         "f",
         properties(a={"type": "string", "pattern": "a", "maxLength": 3}),
-        "cannot be held together",
+        "cannot be enforced together",
     ),
 ]
 

@@ -1,4 +1,4 @@
-"""The limit of reasoning from each API's field to what the engine gets."""
+"""The limit of reasoning, from each API's field to the engine's request."""
 
 from collections.abc import AsyncIterator
 from typing import Any

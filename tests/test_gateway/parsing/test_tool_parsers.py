@@ -25,7 +25,7 @@ ARGUMENTS = '{"city": "Par\\"is", "days": [1, {"a": "}"}]}'
 KIMI = "<|tool_calls_section_begin|><|tool_call_begin|>"
 DEEPSEEK = "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>"
 
-# format, text, the text that is left (None: all of it), the calls
+# format, text, the remaining text (None: all of it), the calls
 CASES: list[tuple[str, str, str | None, list[tuple[str, str]]]] = [
     ("hermes", "Hello, world", "Hello, world", []),
     ("hermes", f"<tool_call>\n{CALL}\n</tool_call>", "", [("weather", ARGUMENTS)]),

@@ -132,7 +132,7 @@ def strict(**fields: Any) -> dict[str, Any]:
 
 
 def structured_tag(gateway: Gateway) -> StructuralTag | None:
-    """The structured output that the last request asked the engine for."""
+    """The structured output that the last request asked of the engine."""
     held = gateway.engine.submitted[-1].sampling.structured_outputs
     return None if held is None else read(held.structural_tag)
 
@@ -443,8 +443,8 @@ async def test_the_settings_name_parsers(tmp_path: Path) -> None:
 
     error = refused.json()["error"]
     assert (error["code"], error["param"]) == ("invalid_structured_output", "tools")
-    assert "'a-b' of weather is no Python identifier" in error["message"]
-    # In JSON, where the model's own form cannot say it.
+    assert "'a-b' of weather is not a Python identifier" in error["message"]
+    # In JSON, if the model's own format cannot express it.
     assert forced["tool_calls"][0]["function"]["arguments"] == '{"a-b": 1}'
     assert answer["reasoning_content"] == "so"
     assert answer["tool_calls"][0]["function"] == {"name": "time", "arguments": "{}"}

@@ -1,4 +1,4 @@
-"""The gateway's client on the queue in memory: what its callers may rely on."""
+"""The gateway's client on the queue in memory: its guarantees to callers."""
 
 import asyncio
 from collections import deque
@@ -291,7 +291,7 @@ async def test_requests_of_a_silent_engine_are_rechecked_less_and_less_often(
     await eventually(given_up)
     known = admissions
 
-    await asyncio.sleep(0.6)  # 60 turns of the watchdog; with pauses that double it asks 4 times
+    await asyncio.sleep(0.6)  # 60 turns of the watchdog; with doubling pauses it asks 4 times
 
     assert admissions - known <= 5
     assert len(released) <= 6
@@ -309,7 +309,7 @@ async def test_signs_of_life_keep_a_request_with_a_slow_engine(memory: InMemory)
     end = asyncio.get_running_loop().time() + 1.5 * config.silence
     while asyncio.get_running_loop().time() < end:
         await slow.publish({"g": []})
-        await asyncio.sleep(0.05)  # far less than the silence that would cost it the request
+        await asyncio.sleep(0.05)  # far less than the silence after which it would lose the request
         assert await other.reap(1) == []
     await generation.cancel()
     await client.close()
@@ -356,7 +356,7 @@ async def continue_and_end(engine: EngineQueue, generation: Generation) -> None:
 
 
 async def taken(engine: EngineQueue) -> Lease:
-    """The next request, once there is one."""
+    """Waits for the next request."""
     found: list[Lease] = []
 
     async def queued() -> bool:
@@ -368,7 +368,7 @@ async def taken(engine: EngineQueue) -> Lease:
 
 
 async def lose(engine: EngineQueue, lease: Lease, why: FailureCode = FailureCode.LOST) -> None:
-    """Ends a request like an engine that knows neither its gateway nor the tokens sent to it."""
+    """Ends a request, like an engine that knows neither its gateway nor the tokens sent to it."""
     message = failed(lease.request.request_id, lease.attempt, why)
     await engine.publish({"g": [message]})
     await engine.finish(lease.request.request_id, lease.attempt, Outcome(failed=message))
@@ -434,7 +434,7 @@ async def test_an_outcome_of_another_history_is_not_the_clients(
 async def test_an_outcome_that_a_client_was_given_is_not_replaced(
     client: GenerationClient, memory: InMemory
 ) -> None:
-    """One key has one answer; a client that has begun to read another one gets an error."""
+    """One key has one answer; a client that has begun to read another answer gets an error."""
     generation = await client.submit(replace(make_request(), keep_ms=60_000))
     await store_another_outcome(memory.engine())
     await client.queue.deliver_outcome(generation.request_id, MODEL)

@@ -1,8 +1,8 @@
 """The gateway's client with fake engines over a real Valkey, while engines and servers fail.
 
-Tokens carry a checksum of all tokens before them, so that one lost, repeated or foreign token
-fails the test. Faults are seeded; times are short so that leases lapse within the test. Real
-processes under the same faults are in test_e2e.
+Tokens carry a checksum of all tokens before them, so that a single lost, repeated or foreign token
+fails the test. Faults depend on a seed; times are short so that leases expire within the test.
+test_chaos tests real processes under the same faults.
 """
 
 import asyncio
@@ -46,7 +46,7 @@ class IsolatedQueue:
         return not self._isolated and await self._queue.gateway_alive(gateway_id)
 
     async def journal(self, request_id: str) -> tuple[ChoiceState, ...] | None:
-        """Returns the journal without its last half."""
+        """The journal without its last half."""
         states = await self._queue.journal(request_id)
         if states is None or not self._isolated:
             return states
@@ -114,10 +114,8 @@ class ChaosSystem:
                 self.server.roll_back(folder / "snapshot")
 
     def stray(self) -> None:
-        """Isolates all engines for a while, as if they used another master.
-
-        Gateways get no replies, and the engines find no gateway alive.
-        """
+        """Isolates all engines for a while, as if they used another master: gateways get no
+        replies, and the engines find no living gateway."""
         for engine in self.engines:
             isolated = IsolatedQueue(engine.queue)
             engine.queue = cast(EngineQueue, isolated)
@@ -152,7 +150,7 @@ async def system(tmp_path: Path) -> AsyncIterator[ChaosSystem]:
     server = ValkeyServer(tmp_path / "data")
     server.start()
     system = ChaosSystem(server, seed=5)
-    system.slots = 3  # so that most requests wait, in the lists of their tenants
+    system.slots = 3  # so that most requests wait in the lists of their tenants
     await system.start(engines=3)
     yield system
     await system.close()

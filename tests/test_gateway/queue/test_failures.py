@@ -110,7 +110,7 @@ async def test_of_several_prompts_a_failed_one_ends_all(gateway: Gateway, stream
 
 @asynccontextmanager
 async def request(gateway: Gateway, *, stream: bool) -> AsyncIterator[asyncio.StreamWriter]:
-    """A raw request whose answer is held back by the engine, closed at the end."""
+    """A raw request whose answer the engine holds back, closed at the end."""
     gateway.engine.gate.clear()
     body = json.dumps({"prompt": ["x", "y"], "stream": stream}).encode()
     head = b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: %d\r\n\r\n" % len(body)
@@ -226,7 +226,7 @@ async def test_requests_that_outlast_the_drain_get_an_error(checkpoint: Path, st
         gateway.server.stop()
         answer = await asking
 
-    assert answer.status_code == 503  # nothing was sent yet, so that a status still says it
+    assert answer.status_code == 503  # nothing was sent yet, so a status can still report it
     assert answer.json()["error"]["code"] == "shutting_down"
     assert len(gateway.engine.cancellations) == 1
 

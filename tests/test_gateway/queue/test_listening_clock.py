@@ -1,4 +1,4 @@
-"""A gateway that stood still does not take its own silence for the engines'."""
+"""A gateway that was suspended does not take its own silence for the engines'."""
 
 import asyncio
 from typing import Any

@@ -1,4 +1,5 @@
-"""A gateway spreads requests over the shards that engines say, and finds them when that changes."""
+"""A gateway distributes requests over the shards that engines report, and finds them when that
+changes."""
 
 import asyncio
 from collections import Counter
@@ -43,7 +44,7 @@ async def engine_of(backend: InMemory, shards: int, name: str) -> AsyncIterator[
 
 
 def spread(backend: InMemory) -> Counter[int]:
-    """The shards of all requests that there were."""
+    """The shards of all requests so far."""
     ids = [rid for shard in backend.store.shards.values() for rid in shard.records]
     return Counter(map(shard_of, ids))
 

@@ -1,4 +1,4 @@
-"""Timelines of requests: what the client of the queue sees of them, in order and bounded."""
+"""Timelines of requests: what the queue's client records of them, in order and bounded."""
 
 import asyncio
 from collections.abc import AsyncIterator
@@ -26,7 +26,7 @@ CONFIG = ClientConfig(beat_interval=0.1, silence=5.0, recheck=5.0, longest_reche
 
 
 class Clock:
-    """Tells another second each time."""
+    """A clock that advances by a second at each reading."""
 
     def __init__(self) -> None:
         self.now = 1_700_000_000.0

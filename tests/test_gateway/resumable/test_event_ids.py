@@ -1,4 +1,4 @@
-"""Resuming a stream after any of its events gives exactly the others, on any gateway."""
+"""Resuming a stream after any of its events gives exactly the remaining events, on any gateway."""
 
 import asyncio
 import re
@@ -30,7 +30,7 @@ REQUEST_ID = "0123456789abcdef" * 2
 
 @dataclass(frozen=True)
 class Case:
-    """Texts of the choices of one prompt, and what the request asks to see."""
+    """The texts of the choices of one prompt, and the request's options."""
 
     texts: tuple[str, ...]
     stop: tuple[str, ...] = ()
@@ -112,7 +112,7 @@ def cut(deltas: Sequence[Delta], sizes: Sequence[int]) -> list[Delta]:
 
 
 def interleaved(choices: Sequence[Sequence[Delta]], turns: Sequence[int]) -> list[Delta]:
-    """Merges the choices' pieces; `turns` has the number of the choice that is next."""
+    """Merges the choices' pieces; `turns` lists which choice is next."""
     rest = [list(deltas) for deltas in choices]
     merged: list[Delta] = []
     for turn in (*turns, *range(10_000)):
@@ -125,7 +125,7 @@ def interleaved(choices: Sequence[Sequence[Delta]], turns: Sequence[int]) -> lis
 
 
 class Scripted:
-    """A generation of given deltas, token by token as sessions have them."""
+    """A generation of given deltas, token by token as in sessions."""
 
     def __init__(self, deltas: Sequence[Delta]) -> None:
         self._deltas = deltas

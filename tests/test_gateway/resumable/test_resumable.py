@@ -1,4 +1,4 @@
-"""Requests that outlive their connection, through two gateways on one queue with a fake engine."""
+"""Requests that outlive their connection, through two gateways on one queue, with a fake engine."""
 
 import asyncio
 import json
@@ -198,7 +198,7 @@ async def test_a_client_that_saw_the_last_event_gets_only_done(
 async def test_a_live_stream_is_followed_from_another_gateway(
     gateways: list[httpx.AsyncClient], group: GatewayGroup, engine: FakeEngine
 ) -> None:
-    """Both get everything, although the engine speaks to one gateway only."""
+    """Both clients get everything, although the engine sends to one gateway only."""
     body = {**LONG, "max_tokens": 200, "stream": True}
 
     first, second = await asyncio.gather(

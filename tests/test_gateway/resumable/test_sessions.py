@@ -1,4 +1,4 @@
-"""Sessions by themselves: what outlives its readers ends in the queue as well."""
+"""Sessions alone: a session that outlives its readers ends in the queue, too."""
 
 import asyncio
 from collections.abc import AsyncIterator
@@ -26,7 +26,7 @@ def served(checkpoint: Path) -> Models:
 
 
 class SlowlyCancelled:
-    """A client and its only generation; ends here first and in the queue some time later."""
+    """A client and its only generation, whose cancellation reaches the queue some time later."""
 
     def __init__(self) -> None:
         self._ended = asyncio.Event()

@@ -47,7 +47,7 @@ class Runs:
 
     @property
     def where(self) -> str:
-        """The path of the request that has begun."""
+        """The path of the request that has started."""
         return f"/v1/requests/{next(iter(self.begun)).split('.')[1]}"
 
     def thaw(self) -> None:
@@ -217,7 +217,8 @@ async def test_a_key_is_for_one_body(gateways: list[httpx.AsyncClient], runs: Ru
 async def test_the_stored_bytes_of_a_tenant_are_limited(
     gateways: list[httpx.AsyncClient], runs: Runs
 ) -> None:
-    """A vector of 8 numbers, a prompt of 3 tokens, and what goes with them: three of those."""
+    """The limit fits three requests with a vector of 8 numbers, a prompt of 3 tokens, and what is
+    stored with them."""
     fields: dict[str, Any] = {"dimensions": 8}
     first = await ask(gateways[0], 2, **fields)
 

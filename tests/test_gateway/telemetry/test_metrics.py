@@ -116,7 +116,7 @@ def test_admission_and_connections_are_counted(telemetry: Telemetry) -> None:
 
 
 class Queues:
-    """One model, and those that were removed."""
+    """One model's queue, and models that were removed."""
 
     queues = ("demo",)
 

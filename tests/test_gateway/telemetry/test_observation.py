@@ -1,4 +1,4 @@
-"""One request's trace, metrics and log line; and that long prompts leave the event loop free."""
+"""One request's trace, metrics and log line; and long prompts do not block the event loop."""
 
 import logging
 import threading
@@ -66,7 +66,7 @@ def names(reader: InMemoryMetricReader) -> set[str]:
 
 
 class Watched(ThreadPoolExecutor):
-    """Counts what it was given."""
+    """Counts the calls."""
 
     def __init__(self) -> None:
         super().__init__(1)

@@ -1,4 +1,4 @@
-"""The operator's word reaches a real engine's queue through a real server."""
+"""The operator's messages reach a real engine's queue through a real server."""
 
 from pathlib import Path
 

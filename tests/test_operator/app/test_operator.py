@@ -1,7 +1,8 @@
-"""The whole operator, kopf's watches included, against an API server in memory.
+"""The whole operator, including kopf's watches, against an API server in memory.
 
-One test for each event and each word of trouble. Signals, clock and the engines are a scene's. Left
-out: who owns a field, and what real controllers do with the objects; those are for a cluster.
+One test for each event and each reported problem. A scene provides signals, clock and engines. Not
+tested here but on a cluster: the ownership of fields, and what real controllers do with the
+objects.
 """
 
 from typing import Any

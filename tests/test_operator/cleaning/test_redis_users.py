@@ -1,4 +1,5 @@
-"""Redis users of ModelServices: made, rotated, removed, over the API server and a real Valkey."""
+"""Redis users of ModelServices: created, rotated and removed, over the API server and a real
+Valkey."""
 
 import base64
 from collections.abc import AsyncIterator, Iterator
@@ -195,7 +196,7 @@ async def in_step(over: OverRedis) -> bool:
 
 
 async def repeated(over: OverRedis, port: int) -> bool:
-    """Makes a server that was restarted the same replica again."""
+    """Makes a restarted server the same replica again."""
     try:
         await over.client.command("REPLICAOF", "127.0.0.1", port)
         return await in_step(over)

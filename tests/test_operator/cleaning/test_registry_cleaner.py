@@ -23,7 +23,7 @@ async def cleaner(user: User, scene: Scene) -> AsyncIterator[RegistryCleaner]:
 
 
 async def look_twice(cleaner: RegistryCleaner, scene: Scene) -> set[str]:
-    """Lets the cleaner look twice; returns the models that remain."""
+    """Runs the cleaner's check twice; returns the models that remain."""
     await cleaner.run_once()
     scene.now += WAIT
     await cleaner.run_once()

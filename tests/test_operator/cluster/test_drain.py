@@ -1,5 +1,4 @@
-"""The engine that is removed first, and the end of its drain; with properties over random
-fleets."""
+"""The engine that is removed first, and the end of its drain; with properties of random fleets."""
 
 from hypothesis import given
 from hypothesis import strategies as st

@@ -1,4 +1,5 @@
-"""Two operators, one Lease: at most one leads, and the other takes over without trusting clocks."""
+"""Two operators, one Lease: at most one leads, and the other takes over without relying on
+clocks."""
 
 from collections.abc import AsyncIterator
 

@@ -1,4 +1,4 @@
-"""Manifests of engines and their companions: values in, dictionaries out."""
+"""The manifests of engines and their companion objects: values in, dictionaries out."""
 
 from dataclasses import replace
 from typing import Any

@@ -101,7 +101,7 @@ def test_a_single_crash_of_another_kind_is_not_reported() -> None:
     assert found[0] == "RankFailed"
 
 
-def test_a_container_that_serves_again_is_no_trouble() -> None:
+def test_a_container_that_serves_again_is_not_reported() -> None:
     crashed = {"terminated": {"exitCode": 78}}
     serving = engine_pod(state={"running": {}}, restartCount=3, lastState=crashed, ready=True)
     assert problem([serving]) is None

@@ -37,7 +37,8 @@ def see(
     rate: float | None = None,
     **queue: float,
 ) -> ScalingObservation:
-    """`share` of the sequences of `ready` engines run; other values are the queue's."""
+    """Observations: `share` of the sequences of `ready` engines run; other values describe the
+    queue."""
     signals = QueueSignals(
         waiting=int(queue.get("waiting", 0)),
         waiting_tokens=int(queue.get("waiting_tokens", 0)),
@@ -104,7 +105,7 @@ def test_a_backlog_asks_for_enough_engines_to_drain_it() -> None:
 
     decision = first(see(4, waiting=300, arrival_rate=2.0), policy)
 
-    # In 50 s: 300 + 100 come, 4 engines do 200; the 200 left take 30 s of 6.7 engines.
+    # In 50 s: 300 + 100 arrive, 4 engines finish 200; the remaining 200 take 6.7 engines 30 s.
     assert decision.replicas == 4 + 7
     assert decision.reason is Reason.BACKLOG
 

@@ -1,4 +1,4 @@
-"""HTTP answers are read whole or not at all, without redirects, and never shown."""
+"""HTTP answers are read completely or not at all, without redirects, and are never shown."""
 
 import asyncio
 import socket
@@ -17,7 +17,7 @@ from headrace_operator.signals.signals import PodAddress
 from headrace_operator.spec.prometheus_urls import PrometheusUrls
 from headrace_testing.model_services import service
 
-SECRET = "AKIAFAKEFAKEFAKE"  # what another server would tell of itself
+SECRET = "AKIAFAKEFAKEFAKE"  # another server's data
 PIECE = 8_192
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
@@ -35,7 +35,7 @@ async def server(handler: Handler) -> AsyncIterator[int]:
 
 
 def long_page(samples: int) -> bytes:
-    """A page whose last samples are those that count."""
+    """A long page whose last samples are the relevant ones."""
     lines = [
         f'headrace_http_requests_total{{gen_ai_request_model="m{n:05}",tenant="team-of-a-long-name",'
         f'http_response_status_code="200"}} {n}'
@@ -46,7 +46,7 @@ def long_page(samples: int) -> bytes:
 
 
 def in_pieces(page: bytes) -> Handler:
-    """Each piece is sent when the one before has left, so that readers see them one by one."""
+    """Sends each piece when the previous one has left, so that readers receive them one by one."""
 
     async def answer(request: web.Request) -> web.StreamResponse:
         reply = web.StreamResponse()
@@ -61,7 +61,7 @@ def in_pieces(page: bytes) -> Handler:
 
 
 async def scraped(port: int, *, page_limit: int = 8 * 2**20) -> int:
-    """Waiting requests as one gateway at this port tells them."""
+    """The waiting requests that one gateway at this port reports."""
 
     async def gateways() -> list[PodAddress]:
         return [PodAddress("g1", "127.0.0.1", port)]
@@ -108,7 +108,7 @@ async def test_a_page_that_breaks_off_is_not_read_in_part() -> None:
 
 
 async def error_of(answer: Handler, *, trusted: bool = True) -> str:
-    """The message in a ModelService's status for a Prometheus that answers so."""
+    """The message in a ModelService's status for a Prometheus that gives this answer."""
     async with server(answer) as port, fetch.session() as session:
         async with fetch.session(local=False) as remote:
             url = f"http://user:hunter2@localhost:{port}/prom"
@@ -178,7 +178,7 @@ async def test_answers_that_are_not_http_are_not_shown() -> None:
     async with listener, fetch.session() as session:
         with pytest.raises(SignalsUnavailable) as refusal:
             await fetch.body(session.get(f"http://127.0.0.1:{port}/"), 1_000)
-    assert str(refusal.value) == "the answer is no HTTP, or broke off"
+    assert str(refusal.value) == "the answer is not HTTP, or broke off"
 
 
 async def test_a_name_that_leads_to_the_node_is_not_connected_to() -> None:

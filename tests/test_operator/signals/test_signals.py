@@ -55,7 +55,7 @@ headrace_engine_request_phase_duration_seconds_sum{{{MODEL},phase="decode"}} 1
 
 
 class Pods:
-    """Metrics endpoints of pods; `pages` by path can be changed, None answers 500."""
+    """The metrics endpoints of pods. `pages` by path can be changed; None answers 500."""
 
     def __init__(self, port: int, session: aiohttp.ClientSession) -> None:
         self.port = port
@@ -110,7 +110,7 @@ class _Loopback(aiohttp.abc.AbstractResolver):
         ]
 
     async def close(self) -> None:
-        """Nothing is open."""
+        """Does nothing: nothing is open."""
 
 
 def source(pods: Pods, *gateways: str) -> ScrapedSignals:

@@ -1,4 +1,4 @@
-"""The queue of events: order, cancelling, and the time that it shows."""
+"""The queue of events: order, cancellation, and the current time."""
 
 from headrace_operator.simulation.events import NEVER, EventQueue
 

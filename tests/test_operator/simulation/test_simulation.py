@@ -74,7 +74,7 @@ def test_a_prompt_slows_those_that_decode() -> None:
 
     events = drive(engine)
 
-    # The step with the prompt takes 0.1 + 0.4 s and makes one of the ten tokens left.
+    # The step with the prompt takes 0.1 + 0.4 s and makes one of the ten remaining tokens.
     assert [event[2] for event in events] == [[2], [1]]
     assert events[0][0] == pytest.approx(1.1)
     assert events[1][0] == pytest.approx(1.1 + 9 * 0.1)
@@ -181,10 +181,9 @@ def test_the_made_up_day_is_the_same_for_the_same_seed() -> None:
 
 
 def test_the_goal_holds_on_the_made_up_day() -> None:
-    """The objectives of a fixed peak fleet less a point for 60 % of its hours; HPA beaten in both.
-
-    A whole day with its rhythm and bursts, at five eighths of the load for speed.
-    """
+    """The objective: within a point of a fleet that is always sized for the peak, in 60 % of its
+    engine hours; HPA is worse in both. A whole day with its rhythm and bursts, at five eighths of
+    the load to save time."""
     given, profile = diurnal(Diurnal(peak_rate=5.0)), load_profile(None)
     comparison = Comparison(
         trace=given,

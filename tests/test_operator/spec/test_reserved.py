@@ -1,4 +1,4 @@
-"""A ModelService may not mount or read objects of the release itself."""
+"""A ModelService must not mount or read the release's own objects."""
 
 from typing import Any
 

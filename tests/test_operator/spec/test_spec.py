@@ -1,4 +1,5 @@
-"""Reading of ModelServices: every refusal names the field, and the schema has what is read."""
+"""The parser of ModelServices: every refusal names the field, and the schema has exactly the fields
+that are read."""
 
 import re
 from collections.abc import Iterable
@@ -170,7 +171,7 @@ def test_every_field_has_a_description() -> None:
             look(child.get("items", {}), f"{path}.{name}[]")
 
     look(root, "")
-    assert silent == [".metadata"]  # the API server's own
+    assert silent == [".metadata"]  # set by the API server
 
 
 def _walk(node: Any) -> list[dict[str, Any]]:
@@ -182,7 +183,7 @@ def _walk(node: Any) -> list[dict[str, Any]]:
 
 
 def test_the_schema_is_structural() -> None:
-    """No reference, no union and a type everywhere, as the API server demands."""
+    """It has no reference, no union, and a type everywhere, as the API server requires."""
     for node in _walk(schema.spec_schema()):
         assert not {"$ref", "anyOf", "allOf", "oneOf", "title"} & set(node)
         if "properties" in node and isinstance(node.get("type"), str):

@@ -1,4 +1,4 @@
-"""kubectl, as a user of the cluster types it. The cluster is the one that KUBECONFIG names."""
+"""kubectl as a user of the cluster runs it. The cluster is the one that KUBECONFIG names."""
 
 import json
 import subprocess
@@ -12,11 +12,11 @@ COMMAND_TIMEOUT_S = 240
 
 
 class CommandFailed(Exception):
-    """A command ended with a status other than 0; the text is what it said."""
+    """A command ended with a status other than 0; the text is its output."""
 
 
 def run(*command: str, stdin: str | None = None, both: bool = False) -> str:
-    """Standard output, with `both` the error output too. Raises CommandFailed."""
+    """Returns standard output, with `both` the error output too. Raises CommandFailed."""
     done = subprocess.run(
         command,
         input=stdin,
@@ -59,7 +59,7 @@ class Kubectl:
         self("patch", kind, name, "--type", "merge", "--patch", json.dumps(patch))
 
     def kill(self, pod: str) -> None:
-        """Ends a pod without a word, as a node that dies does."""
+        """Ends a pod without notice, as a node that dies does."""
         self("delete", "pod", pod, "--grace-period=0", "--force", "--wait=false")
 
     def events(self, name: str) -> list[Manifest]:
@@ -71,7 +71,7 @@ class Kubectl:
 
 
 class PodLog:
-    """The log of a pod from the start of the block to the pod's end."""
+    """The log of a pod from the start of the block until the pod's end."""
 
     def __init__(self, kubectl: Kubectl, pod: str) -> None:
         self._lines: list[str] = []
@@ -97,6 +97,6 @@ class PodLog:
             self._lines = self._file.readlines()
 
     def entries(self, message: str) -> list[Manifest]:
-        """JSON lines with this message, once the block has ended."""
+        """JSON lines with this message, after the block has ended."""
         lines = [json.loads(line) for line in self._lines if line.startswith("{")]
         return [line for line in lines if line.get("message") == message]

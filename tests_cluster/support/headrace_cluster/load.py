@@ -1,7 +1,8 @@
 """Clients that stream through the ingress and check every token.
 
-They read events with httpx alone. The openai SDK takes several times as long for each, and on few
-cores a client that is late reads one stream after the other: each seems to pause for seconds.
+They read events with httpx only. The openai SDK needs several times as long for each event. On few
+cores, such a client falls behind and reads one stream after the other, so that each seems to pause
+for seconds.
 """
 
 import asyncio
@@ -25,17 +26,18 @@ from .processors import Span
 Choice = dict[str, Any]
 
 REQUEST_TIMEOUT_S = 240.0
-# Shorter times between two tokens are no pauses.
+# Shorter times between two tokens do not count as pauses.
 PAUSE_S = 0.5
-# Attempts of one request if its connection breaks or it gets no answer.
+# Attempts of one request whose connection breaks or that gets no answer.
 ATTEMPTS = 30
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Answered:
-    """One request of the load. Times are Unix seconds; `problem` is None where it was right.
+    """One request of the load.
 
-    `attempts` counts the connections that it took; `pauses` lie between two of its tokens.
+    Times are Unix seconds; `problem` is None if the answer was right. `attempts` counts its
+    connections; `pauses` are the times between two of its tokens.
     """
 
     begun: float
@@ -47,7 +49,7 @@ class Answered:
 
 @dataclass(slots=True)
 class Progress:
-    """How far one request's stream is, whatever connections it takes."""
+    """The progress of one request's stream over all its connections."""
 
     tokens: int = 0
     pauses: list[Span] = field(default_factory=list)
@@ -55,7 +57,7 @@ class Progress:
 
     def reached(self, tokens: int) -> None:
         if tokens <= self.tokens:
-            return  # read once more, after a connection that broke
+            return  # read once more after a connection broke
         now = time.time()
         if self.tokens and now - self._at >= PAUSE_S:
             self.pauses.append(Span(self._at, now))
@@ -66,9 +68,9 @@ class Progress:
 class Load:
     """`clients` requests in flight until the block ends or `requests` were sent; all are awaited.
 
-    Each has an Idempotency-Key. Where its connection breaks, as proxies' connections do, or the
-    server says so (503), it is asked again with the same key: that is the same request, read again.
-    Without `stream` the engines are what is busiest on a small machine, and not the clients.
+    Each has an Idempotency-Key. If its connection breaks, as proxies' connections do, or if the
+    server answers 503, the client sends it again with the same key, which reads the same request
+    again. Without `stream` the engines, not the clients, use most of a small machine.
     """
 
     url: str
@@ -101,7 +103,7 @@ class Load:
             assert not mistakes, f"{len(mistakes)} of {len(self.answered)} wrong: {mistakes[:10]}"
 
     def join(self) -> None:
-        """Waits until every request that was sent is answered."""
+        """Waits until every sent request is answered."""
         assert self._thread is not None
         self._thread.join()
 
@@ -115,7 +117,7 @@ class Load:
 
     @property
     def pauses(self) -> list[Span]:
-        """Those of all streams, the longest first."""
+        """The pauses of all streams, the longest first."""
         found = (pause for one in self.answered for pause in one.pauses)
         return sorted(found, key=lambda pause: pause.seconds, reverse=True)
 
@@ -146,7 +148,8 @@ class Load:
     async def _insist(
         self, client: httpx.AsyncClient, case: GreedyCase, progress: Progress
     ) -> tuple[int, str | None]:
-        """The attempts that it took, and what is wrong with the answer."""
+        """Sends a request until it is answered; returns the number of attempts and what is wrong
+        with the answer."""
         key = str(uuid.uuid4())
         for attempt in range(1, ATTEMPTS + 1):
             try:

@@ -1,4 +1,4 @@
-"""How long the processes of a service could not run because others had the machine's processors."""
+"""How long the processes of a service could not run because others used the processors."""
 
 import os
 import time
@@ -10,15 +10,15 @@ from pathlib import Path
 
 from .sampling import Sampling
 
-# Samples between two looks for threads that are new.
+# Samples between two searches for new threads.
 LOOK_EVERY = 5
-# Beside all processes of pods: what leads a client to them, and what ends them.
+# Processes outside the pods: those on a client's way to them, and those that end them.
 HOST_PROCESSES = "traefik", "kubelet", "containerd"
 
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """A time between two points, in Unix seconds."""
+    """The period between two times in Unix seconds."""
 
     began: float
     ended: float
@@ -32,8 +32,8 @@ class Span:
 class ProcessorWaits(Sampling):
     """Samples the threads of pods while its block runs.
 
-    A machine with few processors makes every process slower, and a stream with it. What a thread
-    waits for a processor is not a pause of the service.
+    A machine with few processors makes every process slower, and a stream with it. The time that a
+    thread waits for a processor is not a pause of the service.
     """
 
     INTERVAL_S = 0.2
@@ -43,7 +43,7 @@ class ProcessorWaits(Sampling):
     _threads: list[Path] = field(default_factory=list)
 
     def own_seconds(self, span: Span) -> float:
-        """A span's length without the share for which the thread that waited most has waited."""
+        """The length of a period without the longest wait of a single thread for a processor."""
         first = max(0, bisect(self._times, span.began) - 1)
         last = min(len(self._times) - 1, bisect(self._times, span.ended))
         if first >= last:
@@ -54,7 +54,7 @@ class ProcessorWaits(Sampling):
         return span.seconds * max(0.0, 1 - share)
 
     def _sample(self) -> None:
-        """Nanoseconds that each thread has waited so far; one that has ended is left out."""
+        """The nanoseconds that each thread has waited so far; ended threads are left out."""
         if len(self._times) % LOOK_EVERY == 0:
             self._threads = list(_threads())
         found = {}
@@ -66,7 +66,7 @@ class ProcessorWaits(Sampling):
 
 
 def _threads() -> Iterator[Path]:
-    """Folders of threads on the path of a stream, of this process too."""
+    """The folders of the threads on the path of a stream, including this process's."""
     for process in Path("/proc").glob("[0-9]*"):
         with suppress(OSError):
             in_pod = "kubepods" in (process / "cgroup").read_text()

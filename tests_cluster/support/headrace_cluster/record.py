@@ -1,4 +1,4 @@
-"""Load and engines over time, sampled while a test runs, and drawn."""
+"""Load and engines over time, sampled while a test runs, and plotted."""
 
 import time
 from collections.abc import Sequence
@@ -15,7 +15,7 @@ from .sampling import Sampling
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sample:
-    """`at` in seconds since the beginning; the rest are counts."""
+    """A sample. `at` is in seconds since the beginning; the rest are counts."""
 
     at: float
     in_flight: int
@@ -36,7 +36,7 @@ class Recorder(Sampling):
     _loads: list[Load] = field(default_factory=list)
 
     def watch(self, load: Load) -> None:
-        """Counts the load's requests too."""
+        """Also counts the requests of the load."""
         self._loads.append(load)
 
     @property
@@ -60,7 +60,7 @@ class Recorder(Sampling):
 
 
 def plot(samples: Sequence[Sample], path: Path) -> None:
-    """Requests above, engines below, over one axis of time."""
+    """Plots requests above and engines below, over one axis of time."""
     figure = Figure(figsize=(9, 5), layout="constrained")
     requests, engines = figure.subplots(2, 1, sharex=True)
     times = [sample.at for sample in samples]

@@ -1,4 +1,4 @@
-"""One installed release of the chart and what its users see of it."""
+"""An installed release of the chart, and what its users see of it."""
 
 import os
 import secrets
@@ -22,7 +22,7 @@ PATIENCE_S = 180.0
 
 @dataclass(frozen=True, slots=True)
 class Release:
-    """A release in a namespace of its own with restricted Pod Security. Install it first."""
+    """A release in its own namespace with restricted Pod Security. Must be installed first."""
 
     name: str = "headrace"
     namespace: str = field(default_factory=lambda: f"headrace-test-{secrets.token_hex(3)}")
@@ -33,7 +33,7 @@ class Release:
 
     @property
     def url(self) -> str:
-        """Where the ingress answers."""
+        """The address of the ingress."""
         return os.environ.get("INGRESS_URL", "http://127.0.0.1:8080")
 
     def install(self, *flags: str) -> str:
@@ -53,7 +53,7 @@ class Release:
         return run("helm", verb, self.name, str(CHART), *values, *place, *image, *flags)
 
     def test(self) -> str:
-        """The output of `helm test` and of its pod. Raises CommandFailed."""
+        """Runs `helm test`; returns its output and that of its pod. Raises CommandFailed."""
         place = ("--namespace", self.namespace, "--timeout", "2m")
         return run("helm", "test", self.name, *place, both=True)
 
@@ -61,7 +61,7 @@ class Release:
         run("helm", "uninstall", self.name, "--namespace", self.namespace, "--wait")
 
     def reset(self) -> None:
-        """No ModelService is left, nor what they made, nor an event of them."""
+        """Deletes all ModelServices, and waits until their objects and events are gone."""
         self.kubectl("delete", "modelservices", "--all", "--wait=true")
         engines = "app.kubernetes.io/component=engine"
         until(lambda: not self.kubectl.names("pods", engines), "no engine to be left", PATIENCE_S)
@@ -69,13 +69,13 @@ class Release:
         self.kubectl("delete", "events", "--all")
 
     def remove(self) -> None:
-        """The release, where it is still there, and its namespace."""
+        """Deletes the release, if it still exists, and its namespace."""
         if run("helm", "list", "--namespace", self.namespace, "--short").strip():
             self.uninstall()
         run("kubectl", "delete", "namespace", self.namespace, "--wait=true", "--timeout=120s")
 
     def models(self) -> list[str]:
-        """The models that the API lists; none while no gateway answers."""
+        """The models that the API lists; none if no gateway answers."""
         try:
             answer = httpx.get(f"{self.url}/v1/models", timeout=10)
         except httpx.TransportError:
@@ -83,7 +83,10 @@ class Release:
         return [model["id"] for model in answer.json()["data"]] if answer.is_success else []
 
     def pods(self, component: str) -> list[str]:
-        """Pods of the chart's own: gateway, operator or redis. Not those on their way out."""
+        """The chart's own pods of a component: gateway, operator or redis.
+
+        Pods that are ending are left out.
+        """
         selector = f"app.kubernetes.io/component={component}"
         return [
             pod["metadata"]["name"]
@@ -92,7 +95,7 @@ class Release:
         ]
 
     def until_rolled_out(self, workload: str) -> None:
-        """`workload` as deployment/NAME or statefulset/NAME."""
+        """Waits for a rollout. `workload` is deployment/NAME or statefulset/NAME."""
         self.kubectl("rollout", "status", workload, f"--timeout={PATIENCE_S:.0f}s")
 
 
@@ -101,10 +104,8 @@ INSTALLED: list[Release] = []
 
 @contextmanager
 def installation(*flags: str) -> Iterator[Release]:
-    """A release that is one of INSTALLED while the block runs; nothing of it is left afterwards.
-
-    `flags` are helm's.
-    """
+    """Installs a release, which is in INSTALLED while the block runs; nothing of it is left
+    afterwards. `flags` are flags of helm."""
     release = Release()
     INSTALLED.append(release)
     try:
@@ -118,7 +119,7 @@ def installation(*flags: str) -> Iterator[Release]:
 
 @dataclass(frozen=True, slots=True)
 class Service:
-    """A ModelService of a release, by its name."""
+    """A ModelService of a release."""
 
     release: Release
     name: str
@@ -151,7 +152,7 @@ class Service:
         self.kubectl.patch("modelservice", self.name, {"spec": spec})
 
     def engines(self) -> list[str]:
-        """Names of engine pods that are not on their way out."""
+        """The names of engine pods that are not ending."""
         return sorted(
             pod["metadata"]["name"]
             for pod in self.kubectl.items("pods", self.selector)
@@ -175,12 +176,12 @@ class Service:
         until(settled, f"{self.name} to have {engines} ready engines", PATIENCE_S)
 
     def delete(self) -> None:
-        """Deletes it, and waits until none of its objects is left."""
+        """Deletes the ModelService, and waits until all its objects are gone."""
         self.kubectl("delete", "modelservice", self.name, "--wait=true")
         until(lambda: not self.remains(), f"{self.name} to leave nothing behind", PATIENCE_S)
 
     def remains(self) -> list[str]:
-        """Kinds and names of what the operator has made for it."""
+        """The kinds and names of the objects that the operator has made for it."""
         found = []
         for kind in ("deployments", "pods", "services", "serviceaccounts", "configmaps",
                      "poddisruptionbudgets", "networkpolicies"):  # fmt: skip
@@ -189,7 +190,7 @@ class Service:
 
 
 def refusal(release: Release, manifest: Manifest) -> str:
-    """The API server's message for a manifest that it refuses."""
+    """The API server's message when it refuses a manifest."""
     try:
         release.kubectl.apply(manifest, "--dry-run=server")
     except CommandFailed as refused:

@@ -1,4 +1,4 @@
-"""The decisions of the operator's simulator for a load that was recorded on the cluster."""
+"""The decisions of the operator's simulator for a load recorded on the cluster."""
 
 from collections.abc import Sequence
 from statistics import median
@@ -20,7 +20,8 @@ from .load import Answered
 from .record import Sample
 from .specs import ENGINE_SETTINGS
 
-# Seconds that the cluster may be earlier or later: pods start, metrics are read, windows end.
+# The seconds by which the cluster may be earlier or later: pods start, metrics are read, windows
+# end.
 SHIFT_S = 30.0
 
 
@@ -40,7 +41,8 @@ class _RecordedScaler(HeadraceScaler):
 def profile(
     alone: Sequence[Answered], crowded: Sequence[Answered], tokens: int, engines: int, start: float
 ) -> EngineProfile:
-    """The speed of an engine, from requests that ran alone and from those that filled all engines.
+    """The speed of an engine, from requests that ran alone and from requests that filled all
+    engines.
 
     `tokens` is the length of an answer, `engines` the number that was filled, `start` the seconds
     from a pod's creation until it serves.
@@ -88,7 +90,8 @@ def simulated(
 
 
 def apart(samples: Sequence[Sample], decided: Sequence[tuple[float, int]]) -> list[str]:
-    """Samples whose number of engines is more than one off the simulator's at that time."""
+    """The samples whose number of engines differs by more than one from the simulator's at that
+    time."""
     found = []
     for sample in samples:
         near = [wanted for at, wanted in decided if abs(at - sample.at) <= SHIFT_S]

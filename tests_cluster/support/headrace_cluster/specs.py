@@ -6,7 +6,8 @@ from headrace_cluster.kubectl import Manifest
 
 API_VERSION = "headrace.dev/v1alpha1"
 MODEL = "demo"
-# Few sequences an engine, so that a small load makes a backlog; float32, so that tokens are exact.
+# Few sequences for each engine, so that a small load makes a backlog; float32, so that tokens are
+# exact.
 ENGINE_SETTINGS: dict[str, Any] = {
     "dtype": "float32",
     "threads": 1,
@@ -18,7 +19,10 @@ ENGINE_SETTINGS: dict[str, Any] = {
 
 
 def demo_service(name: str = MODEL, **spec: Any) -> Manifest:
-    """`spec` replaces whole sections; one engine that nothing scales where it says nothing."""
+    """The demo model's ModelService.
+
+    `spec` replaces whole sections; by default one engine, which is not scaled.
+    """
     sections: Manifest = {
         "model": {"servedName": name, "local": {"path": "headrace-demo"}},
         "replicas": 1,

@@ -1,4 +1,4 @@
-"""Blocks of the README, typed into a shell as they are printed."""
+"""Runs blocks of the README in a shell as they are printed."""
 
 import os
 import re
@@ -15,7 +15,7 @@ from .release import CHART, ROOT
 
 TOOL = Path(os.environ.get("CLUSTER_TOOL", ROOT.parent / "shared" / "cluster"))
 # Replacements for Docker and kind on a machine without them: the tool that runs the cluster builds
-# with buildah, into the cluster's nodes. Of the engine's image only FULL=1 builds the real one.
+# images with buildah in the cluster's nodes. The real engine image is built only with FULL=1.
 DOCKER = """#!/usr/bin/env bash
 set -euo pipefail
 state=${CLUSTER_DIR:-$HOME/.cache/cluster}/state
@@ -34,22 +34,24 @@ case $1 in
   *) echo "docker $1: not known here"; exit 2 ;;
 esac
 """
-# The images are in the nodes already.
+# The images are already in the nodes.
 KIND = """#!/usr/bin/env bash
 test "$1 $2" = "load docker-image"
 """
 
 
 def block(word: str) -> str:
-    """The one shell block of the README's Kubernetes part that has `word`."""
+    """The only shell block of the README's Kubernetes part that contains `word`."""
     part = (ROOT / "README.md").read_text().split("\n## Kubernetes\n")[1].split("\n## ")[0]
     (found,) = [text for text in re.findall(r"```sh\n(.*?)```", part, re.DOTALL) if word in text]
     return str(found)
 
 
 def programs(folder: Path) -> Path:
-    """A folder for the PATH with `docker` and `kind` where this machine lacks them; in the nodes is
-    then the Redis that they would pull."""
+    """Makes a folder for the PATH with `docker` and `kind` if this machine lacks them.
+
+    The nodes then contain the Redis that these would pull.
+    """
     if shutil.which("kind") is None or not _docker_answers():
         if not (TOOL / "build-image").exists():
             pytest.skip("there is neither docker nor the tool that runs the cluster")
@@ -63,7 +65,7 @@ def programs(folder: Path) -> Path:
 
 
 def _docker_answers() -> bool:
-    """Whether there is Docker, not its client alone."""
+    """Whether Docker's daemon runs: its client may be installed alone."""
     if shutil.which("docker") is None:
         return False
     asked = subprocess.run(["docker", "info"], capture_output=True, timeout=60, check=False)
@@ -71,7 +73,7 @@ def _docker_answers() -> bool:
 
 
 def type_in(text: str, folder: Path, timeout: float, **environment: str) -> str:
-    """The output of the commands; each must succeed."""
+    """Runs the commands in a shell and returns their output; each must succeed."""
     known: Mapping[str, str] = {
         **os.environ,
         "PATH": f"{folder}:{os.environ['PATH']}",

@@ -1,4 +1,4 @@
-"""Every change of a ModelService's pods, also of those on their way out, with the time of it."""
+"""Every change of a ModelService's pods, including ending ones, with its time."""
 
 import json
 import subprocess
@@ -16,7 +16,7 @@ from .release import Service
 
 @dataclass(frozen=True, slots=True)
 class Change:
-    """`at` in Unix seconds; `kind` as in the API: ADDED, MODIFIED, DELETED."""
+    """A change. `at` is in Unix seconds; `kind` is that of the API: ADDED, MODIFIED, DELETED."""
 
     at: float
     kind: str
@@ -76,7 +76,7 @@ class PodWatch:
 
     @property
     def restarts(self) -> int:
-        """The most of any container, also of pods that were about to end."""
+        """The most restarts of any container, including those of ending pods."""
         return max((change.restarts for change in list(self.changes)), default=0)
 
     def gone(self, pod: str) -> float | None:
@@ -84,7 +84,7 @@ class PodWatch:
         return next((c.at for c in self.of(pod) if c.kind == "DELETED"), None)
 
     def told(self, pod: str) -> float | None:
-        """The time at which its deletion was requested."""
+        """The time at which a pod's deletion was requested."""
         told = (c.at for c in self.of(pod) if "deletionTimestamp" in c.pod["metadata"])
         return next(told, None)
 

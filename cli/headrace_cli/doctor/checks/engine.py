@@ -19,7 +19,7 @@ from .finding import Finding, fail, ok, warning
 
 _SECONDS = 120
 _SHARED = Path("/dev/shm")  # noqa: S108
-_MIN_SHARED = 2**26  # what Docker gives by default; the ranks of one model want more
+_MIN_SHARED = 2**26  # Docker's default; the ranks of one model need more
 _MIN_SHARED_RANKS = 2**30
 _MIN_FREE = 2**30
 # Asks in a process of its own: Triton imports torch.
@@ -50,7 +50,7 @@ def driver(environ: Mapping[str, str]) -> Iterator[Finding]:
         if wants_gpu(environ):
             yield fail(
                 "driver",
-                "libcuda.so.1 is not here, and the engine is set to run on cuda",
+                "libcuda.so.1 was not found, and the engine is set to run on cuda",
                 "ask for a GPU (spec.engine.gpu) on nodes with NVIDIA's driver and its container "
                 "toolkit",
             )
@@ -67,7 +67,7 @@ def driver(environ: Mapping[str, str]) -> Iterator[Finding]:
 def launcher(environ: Mapping[str, str]) -> Iterator[Finding]:
     """Checks whether Triton can launch kernels: its launcher is in the image or can be compiled."""
     if find_spec("triton") is None:
-        return  # for CPUs alone
+        return  # an installation without GPUs
     answer = _ask_triton()
     if isinstance(answer, str):
         yield warning("triton", f"does not load: {answer}", "reinstall the engine's packages")
@@ -102,7 +102,7 @@ def _ask_triton() -> dict[str, Any] | str:
 def shared_memory(environ: Mapping[str, str], folder: Path = _SHARED) -> Iterator[Finding]:
     """Checks whether the processes of one engine have enough shared memory."""
     if not folder.is_dir():
-        yield warning("shared memory", f"{folder} is not here", "mount a tmpfs there")
+        yield warning("shared memory", f"{folder} does not exist", "mount a tmpfs there")
         return
     ranks = int(environ.get("HEADRACE_ENGINE_TENSOR_PARALLEL_SIZE", "1") or 1)
     wanted = _MIN_SHARED if ranks == 1 else _MIN_SHARED_RANKS

@@ -12,7 +12,7 @@ class Level(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """`remedy` says what to do; empty where there is nothing to do."""
+    """A finding. `remedy` says what to do; it is empty if there is nothing to do."""
 
     level: Level
     subject: str
@@ -21,7 +21,7 @@ class Finding:
 
     @property
     def data(self) -> dict[str, str]:
-        """For JSON."""
+        """The finding as data for JSON."""
         return {
             "level": self.level.value,
             "check": self.subject,

@@ -15,12 +15,13 @@ from .finding import Finding, Level, fail, ok, warning
 
 _HUB_ID = re.compile(r"[\w.-]+(/[\w.-]+)?")
 _HUB_SECONDS = 5.0
-# Of safetensors: the longest header that its library reads, and the entry that is no tensor.
+# Limits of safetensors: the longest header that its library reads, and the header's entry that is
+# not a tensor.
 _HEADER_BYTES = 100_000_000
 _METADATA = "__metadata__"
 _NO_GGUF = "engines do not read GGUF: use the checkpoint with *.safetensors that it was made from"
 _TO_SAFETENSORS = "convert them to *.safetensors, or take another revision of the model"
-# Text that begins so can only be a folder.
+# A model that begins like this can only be a folder.
 _PATHS = (".", "~", "/")
 
 
@@ -86,7 +87,7 @@ def _check_folder(folder: Path) -> Iterator[Finding]:
         return
     lacking = _lacking(folder) or _cut_short(folder)
     if lacking:
-        yield fail("model", f"{folder} has {lacking}", "download the checkpoint again, whole")
+        yield fail("model", f"{folder} has {lacking}", "download the whole checkpoint again")
         return
     architecture = ", ".join(config.get("architectures") or ["unknown architecture"])
     size = (weight_bytes(str(folder)) or 0) / 2**20
@@ -112,7 +113,7 @@ def _lacking(folder: Path) -> str:
 
 
 def _cut_short(folder: Path) -> str:
-    """A safetensors file that is shorter than its own header says."""
+    """The problem of a safetensors file that is shorter than its header says."""
     for path in sorted(folder.glob("*.safetensors")):
         try:
             wanted = _whole_bytes(path)
@@ -124,7 +125,7 @@ def _cut_short(folder: Path) -> str:
 
 
 def _whole_bytes(path: Path) -> int:
-    """The complete size: 8 bytes of the header's length, the header, the tensors."""
+    """The complete size: the 8 bytes of the header's length, the header, and the tensors."""
     with path.open("rb") as file:
         length = int.from_bytes(file.read(8), "little")
         if not 0 < length <= _HEADER_BYTES:

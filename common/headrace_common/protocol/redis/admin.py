@@ -176,7 +176,7 @@ class QueueAdmin:
             tries=TRIES,
         )
         if isinstance(results[0], Exception):
-            return "0-0"  # no stream or no group yet: nothing was read
+            return "0-0"  # without a stream or group, nothing was read
         for group in results[0]:
             if group["name"] == keys.GROUP.encode():
                 return str(group["last-delivered-id"].decode())
@@ -194,7 +194,8 @@ class QueueAdmin:
         return sorted(found, key=lambda letter: -letter.at)[:limit]
 
     async def died_loading(self, model: str) -> int:
-        """The number of gateways that began to load a registered model's files and did not end."""
+        """The number of gateways that began to load a registered model's files and did not
+        finish."""
         entry = (await RedisModelRegistry(self._connection).models()).get(model)
         if entry is None:
             return 0

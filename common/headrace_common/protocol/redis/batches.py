@@ -194,7 +194,7 @@ class RedisBatches:
         return {int(line): decode_usage(data) for line, data in raw.items()}
 
     async def done(self, batch: Batch) -> Mapping[int, BatchResult]:
-        """The lines with a result."""
+        """The numbers of the lines that have a result."""
         (raw,) = await self._commands(("HGETALL", keys.batch_marks(batch.request.id)))
         return {int(line): decode_done(mark) for line, mark in raw.items()}
 

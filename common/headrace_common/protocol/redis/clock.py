@@ -61,7 +61,7 @@ class RedisClock:
         return self.now() - self._wall()
 
     def notice(self) -> str | None:
-        """A warning for a person; None while both clocks agree."""
+        """A warning for the user; None while both clocks agree."""
         offset = self.offset
         if abs(offset) <= WARN_OFFSET_S:
             return None

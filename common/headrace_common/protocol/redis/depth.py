@@ -14,8 +14,8 @@ from ...wire.keys import ShardKeys
 from ..base import QueueDepth
 from .client.client import Command
 
-RATE_WINDOW = 30.0  # seconds, as in the scripts
-MOST_TENANTS = 64  # tenants, those that are next, whose oldest request is read
+RATE_WINDOW = 30.0  # seconds, the same as in the scripts
+MOST_TENANTS = 64  # the next tenants, of which the oldest request is read
 Pipeline = Callable[..., Awaitable[list[Any]]]
 
 

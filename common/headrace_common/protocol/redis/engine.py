@@ -52,9 +52,9 @@ from .stream_reader import entries
 logger = logging.getLogger(__name__)
 
 TRIES = 2
-MOST_BEATS = 32  # in one script, which blocks the server meanwhile
-RENEW_FRAMES = 20.0  # seconds between renewals of a frame stream's expiry
-SWEEP_EVERY = 20  # reaps between sweeps of consumers that are gone
+MOST_BEATS = 32  # progress entries in one script, which blocks the server while it runs
+RENEW_FRAMES = 20.0  # seconds between two renewals of the expiry of a stream of frames
+SWEEP_EVERY = 20  # reaps between two removals of consumers whose engines are gone
 
 
 class RedisEngineQueue:
@@ -79,14 +79,16 @@ class RedisEngineQueue:
         self._waiter: RedisClient | None = None
         self._reading: asyncio.Task[None] | None = None
         self._woken = "0-0"
+        # The entry at which TAKE stopped: the number of its queue, and its id.
         self._left: tuple[int, str] | None = None
-        self._free_at = math.inf  # when any engine may take the request left to another one
+        # When any engine may take that entry; inf if it is not left to another engine.
+        self._free_at = math.inf
         self._attempts = AttemptHistory()
-        self._trim = 0  # server time of the newest frame written, ms
+        self._newest_frame_ms = 0  # the server's time
         self._renewed: dict[str, float] = {}
         self._sealer = connection.sealer
         # Whether this connection's user may read the shared stream of control messages.
-        self._hears_all: tuple[RedisClient, bool] | None = None
+        self._reads_shared: tuple[RedisClient, bool] | None = None
 
     async def start(self) -> None:
         """Checks the servers once for all shards. Raises BackendUnfit, BackendUnavailable."""
@@ -112,8 +114,8 @@ class RedisEngineQueue:
             [self.engine_id, count, room, PROTOCOL_VERSION, keys.ENDED_TTL_MS],
         )
         self._left = (int(left[0]) - 1, left[1].decode()) if left else None
-        held = bool(left) and left[2] >= 0
-        self._free_at = time.monotonic() + left[2] / 1000 if held else math.inf
+        is_held = bool(left) and left[2] >= 0
+        self._free_at = time.monotonic() + left[2] / 1000 if is_held else math.inf
         return await self._leases(found, endings)
 
     async def reap(self, count: int, *, suspects: bool = True) -> Sequence[Lease]:
@@ -162,21 +164,21 @@ class RedisEngineQueue:
         return leases
 
     async def _tell(self, replies: Mapping[str, Sequence[Reply]]) -> None:
-        """Sends replies, best effort: a gateway without one asks and finds the stored outcome."""
+        """Sends replies, best effort: a gateway that misses one asks for the stored outcome."""
         try:
             await self.publish(replies)
         except BackendUnavailable as error:
-            logger.warning("endings not sent: redis is away", extra={"error": str(error)})
+            logger.warning("endings not sent: redis is unreachable", extra={"error": str(error)})
 
     async def wait(self) -> None:
-        """Like EngineQueue.wait. Cancelling is cheap: the next call uses the read under way.
+        """Like EngineQueue.wait. After a cancellation, the next call awaits the same read.
 
-        That read can only return too early, because its cursors are older.
+        That read began earlier, so it may return although nothing new has arrived since.
         """
         if self._reading is None:
             self._reading = asyncio.create_task(self._read_until_new())
-        held = self._free_at - time.monotonic()
-        await asyncio.wait({self._reading}, timeout=None if held == math.inf else max(0.0, held))
+        left = self._free_at - time.monotonic()
+        await asyncio.wait({self._reading}, timeout=None if left == math.inf else max(0.0, left))
         if self._reading.done():
             done, self._reading = self._reading, None
             done.result()
@@ -343,7 +345,7 @@ class RedisEngineQueue:
 
     def _frame_commands(self, key: str, frame: bytes, now: float) -> list[Command]:
         """The commands that write one frame, and every RENEW_FRAMES set the stream's expiry."""
-        oldest = max(0, self._trim - keys.FRAMES_KEPT_MS)
+        oldest = max(0, self._newest_frame_ms - keys.FRAMES_KEPT_MS)
         write = ("XADD", key, "MINID", "~", oldest, "*", "f", frame)
         if now - self._renewed.get(key, -RENEW_FRAMES) < RENEW_FRAMES:
             return [write]
@@ -353,7 +355,7 @@ class RedisEngineQueue:
 
     async def _write(self, commands: list[Command]) -> None:
         written = await self._connection.client.pipeline(commands)
-        self._trim = entry_id(written[0].decode())[0]
+        self._newest_frame_ms = entry_id(written[0].decode())[0]
 
     async def controls(self) -> AsyncIterator[Control]:
         """Like EngineQueue.controls. Yields each message once, unless Redis was rolled back.
@@ -389,15 +391,15 @@ class RedisEngineQueue:
         A user of one model may not, and gateways of older versions do not serve such a model.
         """
         shared = keys.shared_controls(self.engine_id)
-        if self._hears_all is None or self._hears_all[0] is not client:
+        if self._reads_shared is None or self._reads_shared[0] is not client:
             try:
                 await client.command("XREVRANGE", shared, "+", "-", "COUNT", 1)
             except NoPermissionError:
-                self._hears_all = (client, False)
+                self._reads_shared = (client, False)
             else:
-                self._hears_all = (client, True)
+                self._reads_shared = (client, True)
         own = keys.controls(self.engine_id, self._model)
-        return [own, shared] if self._hears_all[1] else [own]
+        return [own, shared] if self._reads_shared[1] else [own]
 
     async def gateway_alive(self, gateway_id: str) -> bool:
         beat = keys.gateway_beat_to(gateway_id, self._model)
@@ -407,7 +409,8 @@ class RedisEngineQueue:
     async def finish(self, request_id: str, attempt: int, outcome: Outcome) -> bool:
         return await self._end(request_id, attempt, outcome, "")
 
-    async def _end(self, rid: str, attempt: int, outcome: Outcome, letter: str) -> bool:
+    async def _end(self, rid: str, attempt: int, outcome: Outcome, dead_letter: str) -> bool:
+        """Runs FINISH. `dead_letter` is the reason to keep a dead letter; empty: keep none."""
         shard = self._keys
         names = [shard.record(rid), shard.payload(rid), shard.journal(rid)]
         plain = encode_outcome(outcome)
@@ -419,7 +422,7 @@ class RedisEngineQueue:
             outcome.failed.failure.value if outcome.failed else "",
             await sealed(self._sealer, PayloadKind.OUTCOME, (self._model, rid), plain),
             keys.ENDED_TTL_MS,
-            letter,
+            dead_letter,
             sum(len(choice.token_ids) for choice in outcome.choices),
         ]
         return bool(
@@ -441,7 +444,7 @@ class RedisEngineQueue:
                 ]
             )
         except RedisError as error:
-            logger.warning("not unregistered: redis is away", extra={"error": str(error)})
+            logger.warning("not unregistered: redis is unreachable", extra={"error": str(error)})
         if self._reading is not None:
             self._reading.cancel()
             await asyncio.wait({self._reading})

@@ -1,7 +1,7 @@
 """Splits an engine's replies to a gateway into frames of bounded size.
 
 Tokens are small, and one frame holds those of a whole step. Embeddings and log probabilities of
-prompts are kilobytes each; those that accumulate while Redis is away can exceed one message.
+prompts are kilobytes each; those that accumulate while Redis is unreachable can exceed one message.
 """
 
 from collections.abc import Iterator, Sequence
@@ -12,7 +12,8 @@ MAX_EMBEDDING_BYTES = 4 * 2**20
 
 
 def frames_of(replies: Sequence[Reply]) -> Iterator[Sequence[Reply]]:
-    """Frames with all replies in order, each with at most MAX_EMBEDDING_BYTES or one large reply.
+    """Splits the replies, in order, into frames of at most MAX_EMBEDDING_BYTES, or of one larger
+    reply.
 
     Without replies there is one empty frame, a keep-alive.
     """

@@ -55,12 +55,13 @@ logger = logging.getLogger(__name__)
 
 ADMIT_TRIES = 6  # about a second, in which Redis can restart
 TRIES = 3
-MOST_ENGINES = 1024  # of a model whose statuses are read
+MOST_ENGINES = 1024  # the number of a model's engines whose statuses are read
 SHARDS_READ = 5.0  # seconds between two reads of the number of a model's shards
 
 
 class RedisGatewayQueue:
-    """A GatewayQueue over Redis. `shards` is the number of a model's shards; None: as engines say.
+    """A GatewayQueue over Redis. `shards` is the number of a model's shards; None: as many as
+    engines take from.
 
     A gateway without a beat for `lease_ms` counts as gone. It reads frames of the engines of
     `models`, and of the models for which it has had a request.
@@ -88,7 +89,7 @@ class RedisGatewayQueue:
         """Checks the server and registers the gateway. Raises BackendUnfit, BackendUnavailable."""
         await check_backend(self._connection)
         await self._sealing.start()
-        await self.beat()  # before the first deadline: it measures Redis' clock
+        await self.beat()  # before the first deadline is computed: it measures Redis' clock
 
     async def admit(
         self,
@@ -390,7 +391,7 @@ class RedisGatewayQueue:
         await self._pipeline(*(("PEXPIRE", record, keys.FORGOTTEN_MS) for record in records))
 
     async def _tell(self, engine_id: str, model: str, control: Control) -> None:
-        """Sends a control message, best effort: the engine's next BEAT has the same news."""
+        """Sends a control message, best effort: the engine's next BEAT reports the same."""
         try:
             await self.send(engine_id, model, control)
         except BackendUnavailable as error:
@@ -442,7 +443,7 @@ class RedisGatewayQueue:
     async def engines(self, model: str) -> Sequence[EngineStatus]:
         try:
             return [status for status in await self._statuses(model) if status is not None]
-        except ResponseError as error:  # they may write anything there
+        except ResponseError as error:  # engines may write anything there
             extra = {"model": model, "error": str(error)}
             logger.warning("statuses of a model's engines cannot be read", extra=extra)
             return []

@@ -34,7 +34,7 @@ logger = logging.getLogger(__name__)
 TRIES = 2
 WATCH_MS = 3_000
 SHOWN_TTL_MS = 10_000
-MOST_SHOWN = 64  # tenants whose requests are shared at once
+MOST_SHOWN = 64  # tenants whose requests are shared at a time
 MOST_WARNINGS = 1000
 
 Send = Callable[[str, str, Control], Awaitable[None]]
@@ -97,7 +97,7 @@ class RedisLiveStore:
     def _read(
         self, writer: str, data: object, decode: Callable[[bytes], Content]
     ) -> Content | None:
-        """Logs what is unreadable once for each writer, as it is read four times a second."""
+        """Logs unreadable data once for each writer, although it is read four times a second."""
         try:
             if isinstance(data, ResponseError):  # a model's engines may have changed its type
                 raise MessageError(str(data))

@@ -19,7 +19,8 @@ class RedisModelLoads:
         self._gateway_id = gateway_id
 
     async def begin(self, digest: str) -> float | None:
-        """None if this gateway may load; else the seconds since the last of MOST others began."""
+        """Returns None if this gateway may load, or else the seconds since the last of MOST others
+        began."""
         arguments = [self._gateway_id, MOST, KEPT_MS]
         age = await self._connection.run("load", _keys(digest), arguments, tries=TRIES)
         return None if age < 0 else age / 1000

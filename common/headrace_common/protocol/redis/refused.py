@@ -34,7 +34,7 @@ class RedisRefusedGrammars:
     async def add(self, digest: str, refused: RefusedGrammar) -> None:
         client = self._connection.client
         key, value = self._key(digest), f"{refused.reason}:{refused.attempts}"
-        with suppress(BackendUnavailable):  # then the grammar is only tried once more
+        with suppress(BackendUnavailable):  # without the note, the grammar is only tried once more
             await self._connection.attempt(
                 lambda: client.command("SET", key, value, "PX", int(TTL_S * 1000)), tries=TRIES
             )

@@ -111,7 +111,7 @@ class RedisModelRegistry:
     async def registered(self, name: str) -> RegisteredModel | None:
         try:
             (data,) = await self._pipeline(("HGET", keys.MODELS, name))
-        except BackendUnfit:  # its user may write nothing that others do
+        except BackendUnfit:  # this user may write nothing that other users write
             (data,) = await self._pipeline(("HGET", keys.granted_model(name), "e"))
         try:
             return None if data is None else decode_entry(data)

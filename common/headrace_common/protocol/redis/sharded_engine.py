@@ -21,8 +21,8 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
 TELL = 3.0  # seconds between two reads of the number of shards
-PAUSE = 1.0  # seconds before a shard that was away is asked again
-STATUS = 1.0  # seconds between two writes of a status that only other shards' beats cause
+PAUSE = 1.0  # seconds before a shard that was unreachable is asked again
+STATUS = 1.0  # seconds between two writes of a status when only other shards send beats
 
 
 class ShardedEngineQueue:
@@ -53,7 +53,10 @@ class ShardedEngineQueue:
         self._said: EngineStatus | None = None
 
     async def start(self) -> None:
-        """Like EngineQueue.start. A further shard may be away; it is taken from once it is back."""
+        """Like EngineQueue.start.
+
+        A further shard may be unreachable; it is used once it is back.
+        """
         await self._first.start()
         for shard in self._shards[1:]:
             await _start(shard)
@@ -104,12 +107,12 @@ class ShardedEngineQueue:
         return self._shards[self._turn :] + self._shards[: self._turn]
 
     def _is_empty(self, number: int) -> bool:
-        """Whether the shard was found empty and nothing has arrived since."""
+        """Whether the shard was empty and nothing has arrived since."""
         watch = self._watches.get(number)
         return number in self._empty and watch is not None and not watch.done()
 
     async def _take(self, shard: ShardQueue, count: int, tokens: int | None) -> Sequence[Lease]:
-        """Takes from one shard; nothing while the shard is away."""
+        """Takes from one shard; nothing while the shard is unreachable."""
         await self._unwatch(shard.shard)
         self._empty.discard(shard.shard)
         try:
@@ -127,7 +130,7 @@ class ShardedEngineQueue:
         self._watch(shard)
 
     def _leave_alone(self, shard: ShardQueue) -> None:
-        """Pauses a shard even if it can be read, since it may refuse only writes."""
+        """Pauses a shard that may be readable but refuses writes."""
 
         async def watch() -> None:
             await asyncio.sleep(PAUSE)
@@ -185,7 +188,8 @@ class ShardedEngineQueue:
         return leases
 
     async def _reap(self, shard: ShardQueue, room: int, *, suspects: bool) -> Sequence[Lease]:
-        """Reaps one shard; nothing if it is away, so that leases of other shards are not lost."""
+        """Reaps one shard; nothing if it is unreachable, so that leases of other shards are not
+        lost."""
         try:
             return await shard.reap(room, suspects=suspects)
         except BackendUnavailable as error:
@@ -193,7 +197,8 @@ class ShardedEngineQueue:
             return ()
 
     async def beat(self, progress: Sequence[Progress], status: EngineStatus) -> Mapping[str, Beat]:
-        """Like EngineQueue.beat. If some shards are away, returns the verdicts of the others."""
+        """Like EngineQueue.beat. If some shards are unreachable, returns the verdicts of the
+        others."""
         if time.monotonic() - self._told_at >= TELL:
             try:
                 await self._look_for_more()
@@ -213,7 +218,10 @@ class ShardedEngineQueue:
         return beats
 
     def _is_news(self, status: EngineStatus) -> bool:
-        """Whether to write the status now; limits the writes that other shards' beats cause."""
+        """Whether to write the status now.
+
+        It limits writes that only the beats of other shards cause.
+        """
         late = time.monotonic() - self._said_at >= STATUS
         return late or self._said is None or status.draining != self._said.draining
 
@@ -268,7 +276,10 @@ class ShardedEngineQueue:
 
 
 async def _start(shard: ShardQueue) -> None:
-    """A shard whose start fails can be used as it is: it only wakes its engine once for nothing."""
+    """Starts a shard.
+
+    If that fails, the shard is usable nevertheless; it may wake the engine once in vain.
+    """
     try:
         await shard.start()
     except BackendUnavailable as error:
@@ -276,15 +287,15 @@ async def _start(shard: ShardQueue) -> None:
 
 
 def _note_away(shard: ShardQueue, error: BackendUnavailable) -> None:
-    """Logs that a shard is away: its failure must not lose the leases of the others."""
+    """Logs that a shard is unreachable: its failure must not lose the leases of the others."""
     extra = {"shard": shard.shard, "error": str(error)}
     logger.warning("a shard of the queue is unavailable; the others are used", extra=extra)
 
 
 async def _all_that_can(calls: Sequence[Awaitable[T]]) -> list[T]:
-    """The results of calls to different shards, without those of shards that are away.
+    """The results of calls to different shards, without those of unreachable shards.
 
-    Raises BackendUnavailable if all are away.
+    Raises BackendUnavailable if all are unreachable.
     """
     results = await asyncio.gather(*calls, return_exceptions=True)
     found: list[T] = []

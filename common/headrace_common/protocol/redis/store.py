@@ -28,7 +28,10 @@ class RedisRequestStore:
         self._salt_read = -SALT_LIFETIME_S
 
     async def salt(self) -> bytes:
-        """The salt, read regularly; if Redis has lost it, this process writes its copy again."""
+        """The salt, which is read regularly.
+
+        If Redis has lost it, this process writes its copy again.
+        """
         now = time.monotonic()
         if now - self._salt_read >= SALT_LIFETIME_S:
             _, self._salt = await self._commands(

@@ -12,8 +12,8 @@ from .client.connection import Connection, translate
 
 logger = logging.getLogger(__name__)
 
-MOST_ENTRIES = 16  # of a stream at a time, so that a late reader does not block others
-MOVING_S = 0.05  # between two reads of streams that a cluster moves
+MOST_ENTRIES = 16  # entries of a stream per read, so that a reader that lags does not block others
+MOVING_S = 0.05  # seconds between two reads of streams that a cluster moves
 Entry = tuple[str, dict[bytes, bytes]]
 
 
@@ -78,7 +78,7 @@ async def _read(client: RedisClient, cursors: Mapping[str, str], block: int) -> 
 
 
 async def _wrong_type(client: RedisClient, error: RedisError, names: Iterable[str]) -> bool:
-    """Whether the error is that a key is not a stream; deletes such keys.
+    """Whether the error says that a key is not a stream; deletes such keys.
 
     Otherwise a user that may write one key could keep a process from reading all its streams.
     """

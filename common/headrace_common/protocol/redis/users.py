@@ -15,9 +15,9 @@ USER = "headrace-"
 class KeyScope(Enum):
     """Where a key's name contains its model."""
 
-    SHARD = "{t}"  # the whole rest of the name is the tag of a shard of it
+    SHARD = "{t}"  # the rest of the name is the tag of one of its shards
     IN_SHARD = "{t}:*"
-    OF_GATEWAY = "{g.*}:{}"  # its end is the model
+    OF_GATEWAY = "{g.*}:{}"  # the name ends with the model
     OF_ENGINE = "{e.*}:{}"
     GRANTED = "{m}:{}"
     READ = "{sc}"  # a model's user may only read it
@@ -38,11 +38,11 @@ class KeyRule:
 
     def of_model(self, model: str) -> list[str]:
         """Rules of ACL SETUSER for a user of one model."""
-        read = self.place is KeyScope.READ  # which Redis knows since 7.0
+        read = self.place is KeyScope.READ  # a rule that Redis knows since 7.0
         return [f"{'%R' if read else ''}~{pattern}" for pattern in self._patterns(model)]
 
     def _patterns(self, model: str) -> list[str]:
-        name = quote(model, safe="-_.~/")  # as in keys: no character of patterns is left
+        name = quote(model, safe="-_.~/")  # as in keys: no special character of patterns is left
         if self.place is KeyScope.NOWHERE:
             return []
         if self.place in (KeyScope.SHARD, KeyScope.IN_SHARD):

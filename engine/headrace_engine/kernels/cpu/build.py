@@ -159,7 +159,7 @@ def _find_compiler(command: str | None) -> list[str]:
         words = shlex.split(command)
         if shutil.which(words[0]):
             return words
-        raise BuildError(f"CXX names {words[0]!r}, which is no program on the PATH")
+        raise BuildError(f"CXX names {words[0]!r}, which is not a program on the PATH")
     for name in ("c++", "g++", "clang++"):
         if shutil.which(name):
             return [name]

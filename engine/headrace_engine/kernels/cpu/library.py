@@ -78,7 +78,7 @@ def load(isa: str | None = None) -> Kernels:
     wanted = isa or os.environ.get(FORCE_ISA)
     runnable = [target.name for target in runnable_sets()]
     if wanted is not None and wanted not in runnable:
-        raise KernelsUnavailable(f"{FORCE_ISA} {wanted!r} is none of {', '.join(runnable)}")
+        raise KernelsUnavailable(f"{FORCE_ISA} {wanted!r} is not one of {', '.join(runnable)}")
     problem = KernelsUnavailable(f"no compiled kernels in {library_path('').parent}: {REMEDY}")
     for name in [wanted] if wanted else runnable:
         path = library_path(name)

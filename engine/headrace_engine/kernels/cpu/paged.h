@@ -211,7 +211,7 @@ struct PagedAttention {
   }
 
   // A row's total weight, which includes its head's sink. Weights are relative to the largest
-  // score of a key, so a sink's may be too large for exp2, which ends at 2^127.
+  // score of a key, so the weight of a sink could overflow exp2, whose largest result is 2^127.
   float with_sink(const Item& item, int row, const RowState& state) const {
     if (!layer.sinks) return state.total;
     const float sink = layer.sinks[item.head * group + (item.row_begin + row) % group];

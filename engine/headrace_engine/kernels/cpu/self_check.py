@@ -1,6 +1,7 @@
 """Checks on this machine, with a small product, that a library's products are right.
 
-For instruction sets with registers of their own, which hypervisors and emulators may get wrong.
+It is used for instruction sets with their own registers, which hypervisors and emulators may handle
+wrongly.
 """
 
 import torch
@@ -14,7 +15,7 @@ ROWS, INPUTS, OUTPUTS = 37, 96, 192
 TOLERANCE = 1e-3
 
 
-def multiplies_rightly(kernels: Kernels) -> bool:
+def multiplies_correctly(kernels: Kernels) -> bool:
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(ROWS, INPUTS, generator=generator).bfloat16()
     weight = torch.randn(OUTPUTS, INPUTS, generator=generator).bfloat16()

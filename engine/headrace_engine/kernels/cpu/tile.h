@@ -1,5 +1,4 @@
-// Register-blocked products of attention over tiles of 16 tokens; each kind of arithmetic has its
-// own.
+// Register-blocked products of attention over tiles of 16 tokens, for each kind of arithmetic.
 //
 // Keys of a tile:   [D / pack][16 tokens][pack dimensions]
 // Values of a tile: [16 / pack][D dimensions][pack tokens]

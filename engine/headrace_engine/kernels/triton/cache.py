@@ -46,7 +46,7 @@ def store_kernel(
 
 @jit
 def _weighted(x: tl.tensor, weights: tl.tensor) -> tl.tensor:
-    """Multiplies rows by one weight an element, rounded like a product in the weights' dtype."""
+    """Multiplies rows by one weight per element, rounded like a product in the weights' dtype."""
     product = x.to(weights.dtype).to(tl.float32) * weights.to(tl.float32)
     return product.to(weights.dtype).to(tl.float32)
 
@@ -67,7 +67,8 @@ def _rotated(
     NORM: tl.constexpr,
     INTERLEAVED: tl.constexpr,
 ) -> tl.tensor:
-    """x [HEADS, DIM], which begin at lines [HEADS, 1], normalised (with NORM) and rotated.
+    """Loads rows x [HEADS, DIM], which begin at lines [HEADS, 1], normalises them (with NORM) and
+    rotates them.
 
     All loads cover the whole tile: otherwise data would move between threads after barriers that
     wait for loads. Angles and weights are the same for all heads and come from the L1 cache.

@@ -1,7 +1,7 @@
 """Paged attention of one query token a sequence: parts of the keys in parallel, then merged.
 
-Flash decoding (Dao et al. 2023) over a block table. A sequence is split by its own length and by
-the given least size of parts; never by other sequences' lengths.
+Flash decoding (Dao et al. 2023) over a block table. How a sequence is split depends only on its own
+length and on the given least size of parts.
 """
 
 import triton.language as tl
@@ -100,7 +100,7 @@ def _attend(
     EXACT: tl.constexpr,
     BITS: tl.constexpr,
 ) -> tl.tensor:
-    """The running softmax of keys [start, end)."""
+    """Computes the running softmax of keys [start, end)."""
     lines = first_lines(kv_head, HEAD_DIM, BLOCK_SIZE, KEYS, DIM)
     highest = tl.full([ROWS], float("-inf"), tl.float32)
     total = tl.zeros([ROWS], tl.float32)

@@ -1,17 +1,14 @@
-"""Programmatic dependent launch: which kernels begin while earlier kernels end, from Hopper on; and
-whether norms are separate launches.
-
-Decides how kernels are launched, without knowing what they compute. Dependent launches are on only
-while a step is recorded for which they were measured to be faster (`autotune.steps`); other steps
-launch kernels one after the other.
-"""
+"""Programmatic dependent launch (Hopper and newer): which kernels begin while earlier kernels end,
+and whether norms are separate launches. Dependent launches are on only while a step is recorded for
+which they were measured to be faster (`autotune.steps`); other steps launch kernels one after the
+other."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
-# How a kernel is compiled: without dependent launch; so that the next kernel may begin when this
-# one has waited; or so that the next one may begin at once.
+# How a kernel is compiled: without dependent launch; or such that the next kernel may begin once
+# this one has waited; or such that it may begin immediately.
 ALONE, DEPENDENT, EARLY = 0, 1, 2
 # Prefetched bytes of weights: a multiple of this for each row of a tile, and at most a third of
 # Hopper's L2 cache in total.
@@ -46,7 +43,10 @@ PLAIN_STEP = StepLaunch()
 
 
 class DependentLaunches:
-    """How one model's kernels are launched now. One thread uses it, the one that runs steps."""
+    """How one model's kernels are launched at the moment.
+
+    Only the thread that runs steps uses it.
+    """
 
     def __init__(self) -> None:
         self._chosen: tuple[tuple[int, StepLaunch], ...] = ()
@@ -108,5 +108,5 @@ class DependentLaunches:
 
 
 def _options(how: int) -> Options:
-    """The launch attribute and the wait that it needs; never one without the other."""
+    """The launch attribute together with the wait that it needs."""
     return {"DEPENDENT": how} if how == ALONE else {"DEPENDENT": how, "launch_pdl": True}

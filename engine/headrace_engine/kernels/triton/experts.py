@@ -25,7 +25,7 @@ def _multiply(
     BITS: tl.constexpr,
     EXACT: tl.constexpr,
 ) -> tl.tensor:
-    """sums + left . the [DEPTH, COLUMNS] that `weight` points to, times the scales of a group."""
+    """Adds left . weight [DEPTH, COLUMNS] to the sums, times the scales of a group."""
     right = widened(tl.load(weight, mask=mask, other=0.0), left, BITS)
     if GROUP > 0:
         scale = tl.load(scales + start // GROUP, mask=columns < OUTPUTS, other=0.0)
@@ -147,7 +147,7 @@ def grouped_kernel(
             first = expert * OUTPUTS + columns
         left_at = x + source[:, None] * x_stride + depth[None, :]
         weight_at = weight + first[None, :] * INPUTS + depth[:, None]
-        scales_at = weight_at  # not read if there are none
+        scales_at = weight_at  # not read if there are no scales
         others_at = weight_at
         if SCALES > 0:
             scales_at = scales + first * SCALES

@@ -80,9 +80,9 @@ def _made(function: Callable[..., Value], unspecialized: list[str]) -> Kernel:
 def await_earlier(DEPENDENT: tl.constexpr) -> None:
     """Marks where a kernel's memory accesses may begin: after the end of all earlier kernels.
 
-    With DEPENDENT (see `dependent_launch`) the kernel may have begun before they ended. None of its
-    programs may do anything but prefetch before this call: then the end of a kernel means the end
-    of all kernels before it.
+    With DEPENDENT (see `dependent_launch`) the kernel may have begun before they ended. Before this
+    call, its programs may only prefetch. So when a kernel has ended, all kernels before it have
+    ended.
     """
     if DEPENDENT == 2:
         tl.extra.cuda.gdc_launch_dependents()

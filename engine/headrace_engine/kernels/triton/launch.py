@@ -27,7 +27,7 @@ HOPPER = 9
 
 @dataclass(frozen=True, slots=True)
 class Launch:
-    """Rows and keys of a tile, warps of a program, stages of its load pipeline."""
+    """The rows and keys of a tile, the warps of a program, and the stages of its load pipeline."""
 
     rows: int
     keys: int
@@ -69,21 +69,22 @@ DECODE: dict[tuple[bool, bool, int], Launch] = {
 }
 
 LARGEST_HEAD = 256
-# Latents have more elements. A tile has up to this many heads; by Hopper and newer, and whether
-# elements have 4 bytes. Others, which have less shared memory, spill larger tiles.
+# Latents have more elements. The number of heads in a tile, by (Hopper or newer, elements of 4
+# bytes). Larger tiles would spill on devices with less shared memory.
 LATENT = {
     (False, False): Launch(32, 16, 8, 1),
     (False, True): Launch(16, 16, 8, 1),
     (True, False): Launch(64, 32, 8, 2),
     (True, True): Launch(16, 16, 8, 1),
 }
-# Few tokens make few programs: their keys are cut in at most this many parts, divided by tokens.
+# Few tokens give few programs: their keys are split into at most this many parts, divided by
+# tokens.
 LATENT_SPLITS = 64
 
 
 @dataclass(frozen=True, slots=True)
 class LinearLaunch:
-    """Rows and outputs of a product's tile, and the inputs of one step."""
+    """The rows and outputs of a product's tile, and the inputs of one step."""
 
     rows: int
     columns: int
@@ -92,8 +93,8 @@ class LinearLaunch:
     stages: int
 
 
-# By whether elements have 4 bytes. One launch for all numbers of rows: its order of sums must not
-# change.
+# By whether elements have 4 bytes. There is one launch for all numbers of rows, since the order of
+# its sums must not change.
 LINEAR = {False: LinearLaunch(64, 64, 64, 4, 4), True: LinearLaunch(32, 32, 32, 4, 2)}
 
 # Grouped products of experts. (Hopper or newer, elements of 4 bytes, rows of a tile): the rows are
@@ -115,7 +116,8 @@ EXPERTS: dict[tuple[bool, bool, int], LinearLaunch] = {
 EXPERT_ROWS = (16, 64, 128)
 # Successive tiles of rows that use the same weights.
 EXPERT_TILES = 8
-# For experts' adapters: columns of A that a program computes, elements of a row that one copies.
+# For experts' adapters: the columns of A that a program computes, and the elements of a row that
+# one copies.
 EXPERT_LORA_RANKS, EXPERT_LORA_BLOCK = 32, 128
 
 
@@ -127,12 +129,13 @@ class ExpertLaunch:
     down: LinearLaunch
 
 
-# Launches are measured for up to each of these numbers of tokens, and for more than the last.
+# Launches are measured for up to each of these numbers of tokens, and for more than the last one.
 EXPERT_BOUNDS = (1, 16, 64, 256)
-# Sums that a thread can hold beside its operands, on Hopper and newer, and before.
+# The number of sums that a thread can hold besides its operands: on Hopper and newer, and on older
+# devices.
 SUMS = {True: 128, False: 64}
-# Candidates beside the table's, by the rows of a tile: faster where few rows read many weights, and
-# where many rows share a tile of weights.
+# Candidates in addition to the table's, by the rows of a tile. They are faster if few rows read
+# many weights, and if many rows share a tile of weights.
 EXPERT_CANDIDATES: dict[int, tuple[LinearLaunch, ...]] = {
     16: (
         LinearLaunch(16, 128, 64, 4, 4),
@@ -179,7 +182,8 @@ LORA = {
     (True, False): LoRALaunch(16, 16, 64, 64, 512, 16, 4, 3),
     (True, True): LoRALaunch(32, 32, 64, 32, 2048, 4, 4, 3),
 }
-# Ranks that a program multiplies in a step: the least for tensor cores. More would spill registers.
+# The number of ranks that a program multiplies in a step: the minimum for tensor cores. More would
+# spill registers.
 LORA_RANKS = 16
 LORA_LEAST_ROWS = 16
 # Launches of up to LORA_NARROW rows are measured for up to each of these: sizes of recorded
@@ -251,17 +255,17 @@ SMALL_BATCH_TILES = (
     SmallBatchLaunch(32, 256, 1, 4, 4),
     SmallBatchLaunch(128, 64, 1, 4, 4),
 )
-# For weights of one byte.
+# Launches for weights of one byte.
 FLOAT8_TILES = (
     SmallBatchLaunch(64, 128, 1, 4, 4),
     SmallBatchLaunch(32, 256, 1, 4, 4),
     SmallBatchLaunch(128, 128, 1, 8, 4),
     SmallBatchLaunch(64, 64, 1, 4, 6),
 )
-# For two matrices at a time.
+# Launches for two matrices at a time.
 SILU_TILES = (SmallBatchLaunch(32, 128, 1, 4, 4), SmallBatchLaunch(64, 64, 1, 4, 5))
 SPLITS = (1, 2, 4, 8)
-# Fewer programs leave multiprocessors idle; with more, inputs are not split further.
+# With fewer programs, multiprocessors are idle; with more, inputs are not split further.
 FEWEST_PROGRAMS, MOST_PROGRAMS = 96, 1024
 
 
@@ -279,7 +283,7 @@ def float8_candidates(inputs: int, outputs: int, group: int) -> list[SmallBatchL
 
 
 def _cut(tile: SmallBatchLaunch, inputs: int, outputs: int) -> Iterator[SmallBatchLaunch]:
-    """The launch with all numbers of parts that make enough programs, and not too many."""
+    """The launch with each number of parts that gives enough programs, but not too many."""
     programs = -(-outputs // tile.columns)
     for splits in SPLITS:
         enough = FEWEST_PROGRAMS <= programs * splits
@@ -298,8 +302,11 @@ def silu_candidates(inputs: int, outputs: int) -> list[SmallBatchLaunch]:
 
 
 def expert_candidates(first: ExpertLaunch, major: int, element_bytes: int) -> list[ExpertLaunch]:
-    """`first` is the table's launch; the others have other tiles for both products. float32
-    has no others."""
+    """Candidates for experts.
+
+    `first` is the table's launch; the others have other tiles for both products. float32 has no
+    others.
+    """
     tiles = EXPERT_CANDIDATES[first.up.rows] if element_bytes == 2 else ()
     most = 32 * SUMS[major >= HOPPER]
     fitting = (one for one in tiles if one.rows * one.columns <= most * one.warps)
@@ -307,15 +314,20 @@ def expert_candidates(first: ExpertLaunch, major: int, element_bytes: int) -> li
 
 
 def down_candidates(first: ExpertLaunch, both: list[ExpertLaunch]) -> list[ExpertLaunch]:
-    """`first` is the best of `both`; the others have other tiles, with equally many rows, for
-    down."""
+    """Candidates for the product with down.
+
+    `first` is the best launch so far; the others have other tiles with equally many rows.
+    """
     found = [replace(first, down=one.down) for one in both if one.down.rows == first.up.rows]
     return list(dict.fromkeys((first, *found)))
 
 
 def lora_candidates(first: LoRALaunch) -> list[LoRALaunch]:
-    """`first` is the table's for few rows; the others have fewer and larger chunks, or other
-    columns of B."""
+    """Candidates for adapters.
+
+    `first` is the table's launch for few rows; the others have fewer and larger chunks, or other
+    columns of B.
+    """
     return [
         first,
         replace(first, chunk=2 * first.chunk, chunks=8),
@@ -326,12 +338,15 @@ def lora_candidates(first: LoRALaunch) -> list[LoRALaunch]:
 
 
 def prefill_candidates(first: Launch) -> list[Launch]:
-    """`first` is the table's."""
+    """Candidates for prompts; `first` is the table's launch."""
     return [first, *(one for one in PREFILL_TILES if one != first)]
 
 
 def part_candidates(first: DecodeLaunch) -> list[DecodeLaunch]:
-    """`first` is the table's; the others have other parts, or merge within the kernel."""
+    """Candidates for decodes; `first` is the table's launch.
+
+    The others have other parts, or merge within the kernel.
+    """
     keys = first.tile.keys
     parts = [first.part * factor for factor in (1, 2, 4)] + [max(keys, first.part // 2)]
     return [
@@ -342,7 +357,10 @@ def part_candidates(first: DecodeLaunch) -> list[DecodeLaunch]:
 
 
 def tile_candidates(first: DecodeLaunch) -> list[DecodeLaunch]:
-    """`first` is the best so far; the others have other tiles for the same parts."""
+    """Candidates for decodes; `first` is the best launch so far.
+
+    The others have other tiles for the same parts.
+    """
     tiles = [Launch(first.tile.rows, *tile) for tile in DECODE_TILES]
     return [first] + [
         replace(first, tile=tile, part=max(first.part, tile.keys))
@@ -367,12 +385,14 @@ def dot_precision(element_bytes: int) -> str:
 
 
 def prefill_launch(major: int, element_bytes: int, head_dim: int) -> Launch:
-    """For a device of compute capability `major`; head_dim up to LARGEST_HEAD."""
+    """The launch for prompts on a device of compute capability `major`, for heads of up to
+    LARGEST_HEAD."""
     return PREFILL[_key(major, element_bytes, head_dim)]
 
 
 def decode_launch(major: int, element_bytes: int, head_dim: int) -> Launch:
-    """For a device of compute capability `major`; head_dim up to LARGEST_HEAD."""
+    """The launch for decodes on a device of compute capability `major`, for heads of up to
+    LARGEST_HEAD."""
     return DECODE[_key(major, element_bytes, head_dim)]
 
 
@@ -395,9 +415,9 @@ def latent_splits(tokens: int, max_seq_len: int, least_part: int) -> int:
 
 
 def merge_warps(sequences: int, head_dim: int) -> int:
-    """Warps of a program that merges the parts of a head. If there are few programs, each has so
-    many warps that a thread has few numbers and loads them all before it needs the first; many
-    programs hide each other's waits."""
+    """Warps of a program that merges the parts of a head. If there are few programs, each has many
+    warps, so that a thread loads its few numbers at once; many programs hide each other's
+    latencies."""
     if sequences > FEW_MERGES:
         return 4
     return min(16, MAX_SPLITS * tile_extent(head_dim) // 256)
@@ -423,14 +443,14 @@ def lora_launch(element_bytes: int, rows: int, deterministic: bool = False) -> L
 
 
 def lora_chunk(launch: LoRALaunch, inputs: int, depth: int) -> int:
-    """The inputs that one program takes, in steps of `depth`."""
+    """The number of inputs that one program takes, in steps of `depth`."""
     wanted = max(min(launch.chunk, inputs), -(-inputs // launch.chunks))
     return -(-wanted // depth) * depth
 
 
 def expert_lora_columns(rows: int, outputs: int) -> int:
-    """Outputs of one program in a product with B of experts' adapters, for tiles of `rows`: few
-    programs, because most end at once."""
+    """Outputs of one program in a product with B of experts' adapters, for tiles of `rows`. There
+    are few programs, because most of them end immediately."""
     return min(256 if rows <= EXPERT_ROWS[0] else 64, tile_extent(outputs))
 
 
@@ -440,7 +460,7 @@ def expert_lora_depth(element_bytes: int, rows: int) -> int:
 
 
 def row_warps(width: int) -> int:
-    """Warps of a program that computes one row of `width` elements."""
+    """The number of warps of a program that computes one row of `width` elements."""
     return min(16, max(1, power_of_two(width) // 512))
 
 

@@ -20,7 +20,7 @@ DEQUANTIZED_ROWS = 512
 FEW_ROWS_LAUNCH = SmallBatchLaunch(128, 0, 1, 8, 4)
 MANY_ROWS_LAUNCH = SmallBatchLaunch(128, 0, 1, 8, 3)
 FLOAT32_LAUNCH = SmallBatchLaunch(32, 0, 1, 4, 1)
-# Further candidates to measure, up to ROWS_BOUND rows and above.
+# Further candidates to measure: up to ROWS_BOUND rows, and above.
 FEW_ROWS_CANDIDATES = (SmallBatchLaunch(64, 0, 1, 4, 4), SmallBatchLaunch(128, 0, 1, 8, 3))
 MANY_ROWS_CANDIDATES = (SmallBatchLaunch(64, 0, 1, 4, 3),)
 ROWS_BOUND = 32
@@ -37,7 +37,7 @@ EXPERT_TILES = (
 READ, E2M1 = -1, -2
 
 SPLITS = (1, 2, 4, 8)
-# An H100 is busy with MIN_PROGRAMS. Candidates with more parts have at most MAX_PROGRAMS.
+# MIN_PROGRAMS keep an H100 busy. Candidates with more parts have at most MAX_PROGRAMS.
 MIN_PROGRAMS, MAX_PROGRAMS = 160, 1024
 
 

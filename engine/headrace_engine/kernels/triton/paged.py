@@ -1,7 +1,7 @@
 """Tiles of keys or values from a paged cache [blocks, KV_HEADS, BLOCK_SIZE, HEAD_DIM].
 
 The part of an address that is the same for all tiles is computed once, before the loop: the loops
-that read caches have few instructions to spare (benchmarks/compiled/loops.py counts them).
+that read caches are bound by instructions (benchmarks/compiled/loops.py counts them).
 """
 
 import triton.language as tl

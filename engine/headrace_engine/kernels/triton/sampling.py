@@ -1,8 +1,8 @@
 """A kernel that samples a token of each row, with min_p, top_k and top_p, without a copy to the
 host.
 
-A row's scaled logits are at most 0, so the bits of their magnitudes sort like their values. The
-tokens that a filter leaves end at one such key, which is found by bisection: no row is sorted. One
+A row's scaled logits are at most 0, so the bits of their magnitudes sort like their values. A
+filter keeps the tokens up to one such key, which is found by bisection: no row is sorted. One
 program has one row, so a row's token does not depend on other rows.
 """
 
@@ -49,8 +49,8 @@ def _end_of(
     COUNTS: tl.constexpr,
     BLOCK: tl.constexpr,
 ) -> tl.tensor:
-    """The smallest key at or below which there is at least `wanted`; the largest key if there is
-    less. Returns 0 if `passes` is 0."""
+    """The smallest key up to which the count or weight of elements is at least `wanted`; the
+    largest key if all elements have less. Returns 0 if `passes` is 0."""
     end, one = tl.full([], 0, tl.uint32), tl.full([], FIRST, tl.uint32)
     for _ in range(0, passes):
         cuts = end + tl.arange(0, CUTS).to(tl.uint32) * one + (one - 1)
@@ -65,7 +65,8 @@ def _end_of(
 def _sampled_token(
     row: tl.tensor, width: tl.tensor, limit: tl.tensor, number: tl.tensor, BLOCK: tl.constexpr
 ) -> tl.tensor:
-    """The first place where the sum of the remaining weights exceeds the share `number` of all."""
+    """The first index at which the cumulative weight of kept tokens exceeds `number` of the
+    total."""
     total = tl.full([], 0.0, tl.float64)
     for start in range(0, width, BLOCK):
         at = start + tl.arange(0, BLOCK)

@@ -1,4 +1,4 @@
-"""Precompiled kernels of the installation, for Triton's cache. Compiles nothing.
+"""Gives Triton's cache the precompiled kernels of the installation.
 
 The engine's image has `share/headrace/triton` below Python's prefix: Triton's launcher, which would
 need a C compiler, and the kernels of some models. TRITON_CACHE_MANAGER names the class here, and

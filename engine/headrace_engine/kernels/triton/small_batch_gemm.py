@@ -1,5 +1,5 @@
-"""A product of few rows, as fast as its weights can be read: each weight is read once, in wide
-asynchronous copies of which several groups are in flight.
+"""A matrix product of few rows that is as fast as its weights can be read. Each weight is read
+once, in wide asynchronous copies, several groups of which are in flight.
 
 The weights are the left factor, so tensor cores multiply 32 to 128 outputs by as few as 16 rows. If
 outputs make too few programs, the inputs are split into parts (split K), and the last program of a

@@ -19,7 +19,7 @@ def softmax_step(
     [ROWS] > 0 are logarithms to base 2.
 
     A row that has seen no key yet has highest = -inf, and keeps it while its scores are -inf. The
-    factor is applied last, where it costs nothing: in one instruction with the difference.
+    factor is applied last, in the same instruction as the difference, where it costs nothing.
     """
     raised = tl.maximum(highest, tl.max(scores, 1) * factor)
     shift = tl.where(raised == float("-inf"), 0.0, raised)

@@ -1,6 +1,6 @@
 """Encoders that can embed, by the `model_type` of their config.json, and how they differ.
 
-Their tokens attend in both directions, so they generate no text and keep no KV. Loads nothing.
+Their tokens attend in both directions, so they generate no text and keep no KV.
 """
 
 from dataclasses import dataclass
@@ -33,7 +33,7 @@ ENCODERS: dict[str, EncoderFamily] = {
 
 
 def encoder_family(checkpoint: Checkpoint) -> EncoderFamily | None:
-    """The family; None if the model is no known encoder, or was trained as a decoder."""
+    """The family; None if the model is not a known encoder, or was trained as a decoder."""
     if checkpoint.config.get("is_decoder"):
         return None
     return ENCODERS.get(str(checkpoint.config.get("model_type")))

@@ -77,13 +77,13 @@ class Family(ABC):
         self.head_dim = self.fields.integer("head_dim", self.hidden // self.heads)
 
     def look_at(self, stored: Collection[str]) -> None:
-        """Takes from the names of a checkpoint's tensors what config.json does not say."""
+        """Reads what config.json does not say from the names of a checkpoint's tensors."""
         for prefix in self.prefixes:
             if any(name.startswith(prefix) for name in stored):
                 self.prefix = prefix
                 break
         if self.prefix == TEXT_PART:
-            # A multimodal config.json may contradict itself, the files are right.
+            # A multimodal config.json may contradict itself; the files are right.
             self.tied = HEAD not in stored
 
     def rope(self) -> RopeConfig | None:

@@ -32,7 +32,7 @@ NO_INT8 = (
 
 
 class NativeLinear:
-    """A layer in the native kernels' layout. One thread uses it, as it does the executor."""
+    """A layer in the native kernels' layout. Not thread-safe, like its executor."""
 
     def __init__(self, executor: Executor, layer: PackedLinear) -> None:
         self._executor, self._layer = executor, layer
@@ -87,7 +87,8 @@ def computes_natively(ops: Ops, dtype: torch.dtype) -> bool:
 def pack_linear(
     weight: torch.Tensor, bias: torch.Tensor | None, executor: Executor | None, quantize: bool
 ) -> Linear | None:
-    """The fastest layout of a loaded layer; None if only torch's own fits."""
+    """A loaded layer in the fastest supported layout; None if only torch's own layer supports
+    it."""
     if executor is not None and weight.dtype in DTYPES and weight.shape[1] % LANES == 0:
         biases = [] if bias is None else [bias.detach()]
         return NativeLinear(executor, executor.pack([weight], biases, quantize))

@@ -25,7 +25,7 @@ class TensorSpec:
 
 
 class QuantizedFormat(Protocol):
-    """One quantisation, as config.json describes it. A module is a name without `.weight`."""
+    """A quantisation that config.json describes. `module` is a weight's name without `.weight`."""
 
     name: ClassVar[str]
 

@@ -92,7 +92,7 @@ class BestSpeed:
         if all(item.length == 1 for item in scheduler_output.scheduled):
             most = 1 + max(
                 len(item.drafts) for item in scheduler_output.scheduled
-            )  # tokens of one sequence
+            )  # seconds for tokens of one sequence
             self._step = min(self._step * self.FADE or inf, seconds / most)
         else:
             self._token = min(self._token * self.FADE or inf, seconds / scheduler_output.num_tokens)

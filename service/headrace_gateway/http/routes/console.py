@@ -33,7 +33,7 @@ _HEADERS = {
     "referrer-policy": "no-referrer",
     "cross-origin-opener-policy": "same-origin",
     "cross-origin-resource-policy": "same-origin",
-    "cache-control": "no-cache",  # asks each time whether it has changed
+    "cache-control": "no-cache",  # the browser asks each time whether the page has changed
 }
 
 router = APIRouter()
@@ -83,7 +83,7 @@ async def live(
 
 @router.get("/console/requests", **answer_of(RecentRequests))
 async def recent_requests(request: Request) -> dict[str, Any]:
-    """Returns the caller's last requests and what became of them, the newest first."""
+    """Returns the caller's last requests and how they ended, the newest first."""
     services = services_of(request)
     found = await services.recent_requests.of(services.pipeline.tenant, services.models.allows)
     return {"time": services.pipeline.admission.clock(), "requests": found}
@@ -127,13 +127,13 @@ async def page_file(name: str, request: Request) -> Response:
 
 
 def _same_site(request: Request) -> bool:
-    """Whether the request is of no web page, or of one of this server."""
+    """Whether the request does not come from a page of another site."""
     origin = request.headers.get("origin")
     return origin is None or urlsplit(origin).netloc == request.headers.get("host")
 
 
 async def _shown(services: Services, engine_id: str) -> bool:
-    """Whether an engine of a model that the caller may use has this id."""
+    """Whether the id is that of an engine whose model the caller may use."""
     for model in services.models.queues:
         engines = await services.engines.engines(model)
         if any(engine.engine_id == engine_id for engine in engines):

@@ -74,13 +74,13 @@ _GENERATING = frozenset(
 
 
 def body_of(kind: type[BaseModel]) -> dict[str, Any]:
-    """Returns what a route adds to its description; `document_bodies` defines the name."""
+    """Returns a route's description of its body; `document_bodies` defines the name."""
     schema = {"$ref": _REF.format(model=kind.__name__)}
     return {"requestBody": {"required": True, "content": {"application/json": {"schema": schema}}}}
 
 
 def answer_of(kind: Any) -> dict[str, Any]:
-    """Returns what describes a route's answer. It is not checked while it is served."""
+    """Returns a route's description of its answer, which is not checked while it is served."""
     return {"response_model": None, "responses": {200: {"model": kind}}}
 
 
@@ -236,9 +236,7 @@ _RESUME = (
         "Whether the request outlives its connection: true or false.",
         {"type": "string", "pattern": "^([Tt][Rr][Uu][Ee]|[Ff][Aa][Ll][Ss][Ee])$"},
     ),
-    _header(
-        "Last-Event-ID", "The last event that was received; the stream goes on after it.", _STRING
-    ),
+    _header("Last-Event-ID", "The last received event; the stream continues after it.", _STRING),
 )
 _QUEUED = frozenset(
     {*_GENERATING, "/v1/embeddings", "/v1/score", "/score", "/v1/rerank", "/v2/rerank", "/rerank"}
@@ -246,7 +244,7 @@ _QUEUED = frozenset(
 
 
 def document_headers(app: FastAPI) -> None:
-    """Adds the headers that the gateway reads, and where it is, to the OpenAPI document."""
+    """Adds the headers that the gateway reads, and its own URL, to the OpenAPI document."""
 
     def amend(document: dict[str, Any]) -> None:
         document["servers"] = [{"url": "/", "description": "This gateway."}]
@@ -259,7 +257,7 @@ def document_headers(app: FastAPI) -> None:
 
 
 def _read_headers(path: str) -> list[dict[str, Any]]:
-    """The headers that a route of requests reads."""
+    """The headers that are read by a route of requests."""
     if path not in _QUEUED:
         return []
     if path in _GENERATING:

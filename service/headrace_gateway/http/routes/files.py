@@ -124,9 +124,9 @@ def _fields(form: FormData) -> tuple[UploadFile, str]:
         )
     upload, purpose = form.get("file"), form.get("purpose")
     if not isinstance(upload, UploadFile):
-        raise invalid("file: is missing.", param="file")
+        raise invalid("file: a file is required.", param="file")
     if not isinstance(purpose, str):
-        raise invalid("purpose: is missing.", param="purpose")
+        raise invalid("purpose: a purpose is required.", param="purpose")
     return upload, purpose
 
 

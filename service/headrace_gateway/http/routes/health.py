@@ -1,7 +1,7 @@
-"""GET /health/live, /health/ready, /version; /health is the first by vLLM's name.
+"""GET /health/live, /health/ready, /version; /health is vLLM's name of the first.
 
-Live: this process answers. Ready: an engine of any model, or of the given one, has made a step
-lately or could; a model that is scaled to zero must not make the others unreachable.
+Live means that this process answers. Ready means that an engine of any model, or of the given one,
+works or is idle; a model that is scaled to zero must not make the others unreachable.
 """
 
 from collections.abc import Sequence
@@ -17,7 +17,7 @@ from .documents import answer_of
 
 router = APIRouter()
 
-# If API keys are on, clients without a key learn no model names here.
+# With API keys on, clients without a key learn no model names here.
 ANONYMOUS = "Not ready."
 
 

@@ -7,7 +7,7 @@ from fastapi import APIRouter, Request, Response
 from ...anthropic.answer import OMITS_THINKING
 from ...anthropic.request import (
     Conversation,
-    goes_on,
+    continues_last_message,
     messages_of,
     omits_thinking,
     sampling_of,
@@ -68,6 +68,6 @@ def _options(body: Conversation, model: ServedModel) -> ChatOptions:
     return ChatOptions(
         variables=variables_of(body, model),
         tools=tooling_of(body).for_template(),
-        add_generation_prompt=not goes_on(body),
-        continue_final_message=goes_on(body),
+        add_generation_prompt=not continues_last_message(body),
+        continue_final_message=continues_last_message(body),
     )

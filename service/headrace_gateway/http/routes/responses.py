@@ -1,4 +1,4 @@
-"""/v1/responses: OpenAI's newer form of a chat, which the server can store and run in the
+"""/v1/responses: OpenAI's newer API for chats, which the server can store and run in the
 background."""
 
 from functools import partial

@@ -60,9 +60,9 @@ class ResponsesAnswer:
         self._opened = False
         self._sequence = 0
         self._items: list[dict[str, Any]] = []
-        self._open: dict[str, Any] | None = None  # the item that is open
+        self._open: dict[str, Any] | None = None  # the open item
         self._texts: list[str] = []
-        self._logprobs: list[Chunk] = []  # of the open item
+        self._logprobs: list[Chunk] = []  # the text of the open item
         self._unsent: list[Chunk] = []
         self._reason: str | None = None
         self._seals = bool(options.form.echo.get("seals_reasoning"))

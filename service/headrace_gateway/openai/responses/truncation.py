@@ -1,7 +1,7 @@
 """`truncation: auto`: leaves out the first turns of a conversation that is too long.
 
-A turn begins with a user's message, so that no tool's result is without its call. System messages
-at the beginning stay.
+A turn begins with a user's message, so that no tool result is left without its call. System
+messages at the beginning stay.
 """
 
 from collections.abc import Awaitable, Callable, Sequence

@@ -1,7 +1,6 @@
-"""The format that Harmony's messages must match: reasoning is free, what comes last is constrained.
-
-Texts with `<|` in them are not reasoning here: readers could not tell them from its end.
-"""
+"""The format that Harmony's messages must match: reasoning is free, and the last message is
+constrained. Reasoning must not contain `<|`, since parsers could not distinguish that from its
+end."""
 
 from dataclasses import replace
 
@@ -50,7 +49,7 @@ def final_format(content: Format) -> Format:
 
 
 def from_within(written: Format) -> Format:
-    """Returns what is left of either format for a text that begins within an answer's content."""
+    """Returns the rest of either format for a text that begins within an answer's content."""
     if isinstance(written, Rules):
         return replace(written, content=from_within(written.content))
     assert isinstance(written, Concatenation)
@@ -63,7 +62,7 @@ def from_within(written: Format) -> Format:
 
 
 def _behind_notes(last: Format, *, preambles: bool) -> Format:
-    """Puts messages of reasoning, or of what is said before calls, before `last`."""
+    """Puts messages of reasoning, and of text before calls, in front of `last`."""
     channels = [Const(f"{CHANNEL}analysis{MESSAGE}")]
     if preambles:
         channels.append(Const(f"{CHANNEL}commentary{MESSAGE}"))

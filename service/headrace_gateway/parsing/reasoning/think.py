@@ -41,8 +41,8 @@ class ThinkParser:
         self._search = MarkerSearch(closing, "\n")
         self._start: str | None = None if begin is Begin.CLOSED else ""
         self._begin = begin
-        self._fresh = False  # only line breaks since the last marker
-        self._label = label  # until it has been found, or not
+        self._fresh = False  # only line breaks have come since the last marker
+        self._label = label  # until the start is known
         self._labelled = ""
 
     def push(self, text: str) -> list[Part]:
@@ -63,7 +63,7 @@ class ThinkParser:
         return [Text(text)] if text else []
 
     def _find_start(self, seen: str) -> str:
-        """Returns what follows the start once that is known; nothing before."""
+        """Returns the text after the start once that is known; "" before."""
         rest = seen.lstrip(SPACE)
         if rest.startswith(self._opening):
             return self._started(rest[len(self._opening) :], inside=True)

@@ -1,1 +1,1 @@
-"""Models' forms of tool calls: incremental parsers, and grammars that constrain a model to them."""
+"""Models' tool-call formats: incremental parsers, and grammars that constrain a model to them."""

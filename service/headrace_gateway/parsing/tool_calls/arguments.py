@@ -1,7 +1,7 @@
-"""Parameters one by one, for the forms that write each of them separately.
+"""Single parameters, for formats that write each of them separately.
 
-Such a form cannot express what an object's schema says beyond its properties: that is refused by
-name.
+Such a format cannot express keywords of an object's schema other than its properties; these are
+refused by name.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -12,8 +12,8 @@ from typing import Any
 from headrace_common.structured.structured import StructuredOutputError
 
 _PLACES = ("$defs", "definitions")
-_HELD = frozenset({"type", "properties", "required", "additionalProperties", *_PLACES})
-_SAID = frozenset(
+_ENFORCED = frozenset({"type", "properties", "required", "additionalProperties", *_PLACES})
+_ANNOTATIONS = frozenset(
     {"$schema", "$id", "$comment", "title", "description", "default", "examples", "deprecated"}
 )
 _NAMED = frozenset({"enum", "const"})
@@ -24,7 +24,8 @@ _STRINGS, _NULL = {"string"}, {"null"}
 
 
 class ValueKind(StrEnum):
-    """How a value is written in forms that write texts unquoted: as text, null or text, or JSON."""
+    """How a value is written in formats that write texts unquoted: as text, as null or text, or as
+    JSON."""
 
     TEXT = "text"
     NULLABLE_TEXT = "nullable"
@@ -49,18 +50,18 @@ class Parameter:
 
 def parameters(name: str, schema: Mapping[str, Any]) -> list[Parameter]:
     """Returns the parameters of a function of this name. Raises StructuredOutputError."""
-    if unknown := schema.keys() - _HELD - _SAID:
+    if unknown := schema.keys() - _ENFORCED - _ANNOTATIONS:
         raise StructuredOutputError(
             "json",
             f"the parameters of {name} have {sorted(unknown)[0]!r:.80} beside their properties, "
-            "which calls of this model's form cannot be held to: leave it out, or strict",
+            "which this model's call format cannot enforce: leave it out, or strict",
         )
     for reference in _references(schema):
         if not reference.startswith(("#/$defs/", "#/definitions/")):
             raise StructuredOutputError(
                 "json",
-                f"the parameters of {name} refer to {reference!r:.80}, which calls of this model's "
-                "form cannot be held to: refer to $defs, or leave strict out",
+                f"the parameters of {name} refer to {reference!r:.80}, which this model's call "
+                "format cannot enforce: refer to $defs, or leave strict out",
             )
     found = known(schema)
     required = schema.get("required")
@@ -71,11 +72,11 @@ def parameters(name: str, schema: Mapping[str, Any]) -> list[Parameter]:
     ]
 
 
-def cannot_hold(function: str, parameter: str, reason: str) -> StructuredOutputError:
+def cannot_enforce(function: str, parameter: str, reason: str) -> StructuredOutputError:
     return StructuredOutputError(
         "json",
-        f"parameter {parameter!r:.80} of {function} cannot be held in calls of this model's form: "
-        f"{reason}; leave strict out",
+        f"parameter {parameter!r:.80} of {function} cannot be enforced by this model's call "
+        f"format: {reason}; leave strict out",
     )
 
 
@@ -113,7 +114,7 @@ def target_of(schema: Mapping[str, Any], whole: Mapping[str, Any]) -> Mapping[st
     while isinstance(reference := schema.get("$ref"), str) and reference not in seen:
         seen.add(reference)
         target = _at(whole, reference)
-        if target is None or schema.keys() - _SAID - {"$ref", *_PLACES}:
+        if target is None or schema.keys() - _ANNOTATIONS - {"$ref", *_PLACES}:
             return schema
         schema = target
     return schema
@@ -124,7 +125,7 @@ def _types(schema: object, whole: Mapping[str, Any], depth: int = 0) -> set[str]
     if not isinstance(schema, Mapping) or depth > _MAX_DEPTH:
         return {""}
     schema = target_of(schema, whole)
-    keys = schema.keys() - _SAID - {*_PLACES}
+    keys = schema.keys() - _ANNOTATIONS - {*_PLACES}
     options = schema.get("anyOf")
     if isinstance(options, list) and keys == {"anyOf"}:
         return set[str]().union(*(_types(each, whole, depth + 1) for each in options))

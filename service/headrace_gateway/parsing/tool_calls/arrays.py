@@ -1,4 +1,4 @@
-"""Forms with an array of calls after a marker: Granite's, Phi's, Jamba's and Hunyuan's.
+"""Formats with an array of calls after a marker: Granite's, Phi's, Jamba's and Hunyuan's.
 
 `<|tool_call|>[{"name": "f", "arguments": {...}}, ...]`, with or without a closing marker.
 """

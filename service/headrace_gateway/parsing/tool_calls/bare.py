@@ -1,11 +1,11 @@
-"""Removes from schemas what is only for readers: models read that in their prompts."""
+"""Removes the parts of schemas that are only for readers: models see these in their prompts."""
 
 from collections.abc import Mapping
 from typing import Any
 
 from headrace_common.structured.structured import MAX_DEPTH
 
-_SAID = frozenset({"$comment", "title", "description", "default", "examples", "deprecated"})
+_ANNOTATIONS = frozenset({"$comment", "title", "description", "default", "examples", "deprecated"})
 _NAMED = frozenset({"properties", "patternProperties", "$defs", "definitions"})
 _ONE = frozenset({"items", "additionalProperties"})
 _SEVERAL = frozenset({"anyOf", "oneOf", "allOf", "prefixItems"})
@@ -16,7 +16,11 @@ def bare(schema: Mapping[str, Any], depth: int = 0) -> dict[str, Any]:
     they are."""
     if depth > MAX_DEPTH:
         return dict(schema)
-    return {key: _part(key, value, depth + 1) for key, value in schema.items() if key not in _SAID}
+    return {
+        key: _part(key, value, depth + 1)
+        for key, value in schema.items()
+        if key not in _ANNOTATIONS
+    }
 
 
 def _part(key: str, value: Any, depth: int) -> Any:

@@ -1,5 +1,4 @@
-"""The interface of parsers of tool calls, and the frame of those whose calls begin with a
-marker."""
+"""The interface of parsers of tool calls, and a base for those whose calls begin with a marker."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence

@@ -12,7 +12,7 @@ from ..parts import PartList
 from .scanning import JsonValueScanner, skip_space
 
 ARGUMENTS = ("arguments", "parameters")
-# Text that is not certain to be a call after this many characters is not one.
+# A text that may be a call is plain text if it is still uncertain after this many characters.
 MAX_UNCERTAIN_CHARS = 65_536
 _SCALARS = "-0123456789tfn"
 
@@ -24,12 +24,12 @@ class Status(Enum):
 
 
 class CallObject:
-    """Reads one object into `parts`. `known`: the names that calls can have; None: any."""
+    """Reads one object into `parts`. `known` are the allowed names; None allows any."""
 
     def __init__(self, parts: PartList, known: Collection[str] | None = None) -> None:
         self.status = Status.OPEN
         self.committed = False
-        self.raw = ""  # all that was read, while it may still be plain text
+        self.raw = ""  # all text so far, while it may still be plain text
         self._parts = parts
         self._known = known
         self._name: str | None = None

@@ -1,5 +1,5 @@
-"""The forms of tool calls by name: the parser and the grammar of each, and the texts by which a
-chat template of this form is recognised."""
+"""The tool-call formats by name: the parser and the grammar of each, and the texts by which its
+chat templates are recognised."""
 
 from collections.abc import Callable, Mapping
 from functools import partial
@@ -63,7 +63,7 @@ ParserFactory = Callable[[PartList, Kinds], ToolParser]
 
 
 def _marked(marker: str, body: Callable[[PartList], Body]) -> ParserFactory:
-    """Returns the factory for a form whose calls begin with the same marker for all tools."""
+    """Returns the factory for a format whose calls begin with the same marker for all tools."""
     return lambda parts, _: MarkedParser(marker, lambda parts, _: body(parts), parts)
 
 
@@ -136,8 +136,8 @@ MARKERS: Mapping[str, tuple[str, ...]] = {
     **{name: each.markers for name, each in ELEMENTS.items()},
 }
 
-# The first form of which a template contains all texts is the template's form. None is a form
-# without a parser; its templates also contain the texts of a later form.
+# The format of a template is the first one all of whose texts the template contains. None is a
+# format without a parser; its templates also contain the texts of a later format.
 _TEMPLATE_SIGNS: tuple[tuple[str | None, tuple[str, ...]], ...] = (
     (DEEPSEEK_V32, (DSML, "function_calls>")),
     (DEEPSEEK_V4, (DSML, "tool_calls>")),

@@ -15,7 +15,7 @@ def text_up_to(end: str, schema: Mapping[str, Any], pad: str = "") -> Until:
     if pattern is None and lengths == [None, None]:
         return Until(end)
     if pattern is not None and lengths != [None, None]:
-        raise ValueError("a pattern and a length cannot be held together")
+        raise ValueError("a pattern and a length cannot be enforced together")
     if isinstance(pattern, str):
         inner = _unanchored(pattern)
     else:

@@ -1,7 +1,6 @@
-"""The constraint on a text with calls, from which every form of calls makes its format.
+"""The constraint on a text with tool calls, from which each tool-call format makes a grammar.
 
-Each form's module has a function that makes a format of a CallConstraint; none decides what is
-asked.
+Each tool-call format has a module with a function that turns a CallConstraint into a Format.
 """
 
 import json
@@ -13,6 +12,7 @@ from typing import Any
 from headrace_common.structured import structural_tag
 from headrace_common.structured.structural_format import (
     Alternatives,
+    Concatenation,
     Const,
     Format,
     Grammar,
@@ -22,7 +22,6 @@ from headrace_common.structured.structural_format import (
     Tag,
     TriggeredTags,
 )
-from headrace_common.structured.structural_format import Concatenation as Sequenced
 from headrace_common.structured.structured import StructuredKind, StructuredOutputsParams
 
 ANY_OBJECT: Mapping[str, Any] = MappingProxyType({"type": "object"})
@@ -30,7 +29,7 @@ ANY_OBJECT: Mapping[str, Any] = MappingProxyType({"type": "object"})
 
 @dataclass(frozen=True, slots=True)
 class Function:
-    """A function that may be called. `schema` is its arguments'; None: any object."""
+    """A function that may be called. `schema` is that of its arguments; None allows any object."""
 
     name: str
     schema: Mapping[str, Any] | None
@@ -46,10 +45,10 @@ class Function:
 
 @dataclass(frozen=True, slots=True)
 class CallConstraint:
-    """The functions that may be called. `once`: one call at most.
+    """The functions that may be called, and how.
 
-    `forced`: the text is calls and nothing else, or `answer`. `template` is the model's, for forms
-    that are written in several ways.
+    With `once`, at most one call is allowed. With `forced`, the text has only calls, or is
+    `answer`. `template` is the model's chat template, for formats with variants.
     """
 
     functions: Sequence[Function]
@@ -68,8 +67,10 @@ class CallConstraint:
         return call if self.once else Repeat(call, separator)
 
     def tagged(self, trigger: str, tags: Sequence[Tag], *others: tuple[str, Tag]) -> Format:
-        """Returns the format of text in which each tag is a call. `others`, with triggers, may come
-        too."""
+        """Returns the format of text in which each tag is a call.
+
+        `others` are further tags that are allowed, each with its trigger.
+        """
         if not self.forced:
             triggers = dict.fromkeys((trigger, *(each for each, _ in others)))
             every = (*tags, *(tag for _, tag in others))
@@ -108,4 +109,4 @@ def answer_format(constraint: StructuredOutputsParams) -> Format:
 
 
 def sequence(*elements: Format) -> Format:
-    return Sequenced(elements)
+    return Concatenation(elements)

@@ -21,7 +21,7 @@ from headrace_common.structured.structural_format import (
     Until,
 )
 
-from .arguments import Parameter, ValueKind, cannot_hold, choices, parameters, target_of
+from .arguments import Parameter, ValueKind, cannot_enforce, choices, parameters, target_of
 from .constrained_text import text_up_to
 from .constraint import CallConstraint, Function, sequence
 from .elements import Elements
@@ -72,11 +72,11 @@ def _any_element(form: Elements) -> Format:
 
 def _element(form: Elements, function: Function, parameter: Parameter) -> Format:
     if _KEY.fullmatch(parameter.name) is None:
-        raise cannot_hold(function.name, parameter.name, "its name cannot be written")
+        raise cannot_enforce(function.name, parameter.name, "its name cannot be written")
     try:
         value = _value(form, parameter)
     except ValueError as error:
-        raise cannot_hold(function.name, parameter.name, str(error)) from error
+        raise cannot_enforce(function.name, parameter.name, str(error)) from error
     is_text = "true" if parameter.kind is ValueKind.TEXT else "false"
     begin = form.parameter.format(name=parameter.name, string=is_text)
     element = Tag(begin, value, form.after)
@@ -126,7 +126,7 @@ def _written(form: Elements, value: str, kind: ValueKind) -> str:
 def _text(form: Elements, schema: Mapping[str, Any], kind: ValueKind) -> Format:
     text = text_up_to(form.value_end, schema, form.pad)
     if text.pattern and kind is ValueKind.NULLABLE_TEXT:
-        raise ValueError("a text that may be null cannot be held to a pattern or a length")
+        raise ValueError("a text that may be null cannot have a pattern or a length")
     return text
 
 

@@ -27,7 +27,7 @@ class ElementBody(BufferedBody):
         self._form = form
         self._known = known
         self._kinds: Mapping[str, str] = {}
-        # The part of the head that was read already.
+        # the part of the head that was read before
         self._read_of_head = marker if marker == form.bare else ""
         self._argument_count = 0  # of this call
         self._state: Callable[[], bool] = self._head

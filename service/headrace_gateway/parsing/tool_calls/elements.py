@@ -1,4 +1,4 @@
-"""Forms that write each argument as an element of its own, with texts unquoted.
+"""Formats that write each argument as its own element, with texts unquoted.
 
 `<function=f><parameter=a>text</parameter></function>` and similar: Qwen3-Coder's, GLM's, MiniMax',
 Seed's and DeepSeek's. The functions' schemas, or a mark at each value, say which values are texts.
@@ -94,7 +94,7 @@ def _glm(blank: str) -> Elements:
 
 
 def _invokes(block: str, prefix: str = "", read: str = "", written: str = "") -> Elements:
-    """Returns a form whose parameters' names may be followed by `read`, and are by `written`."""
+    """Returns a format in which `read` may follow the names of parameters, and `written` does."""
     return Elements(
         f"<{block}>",
         f"</{block}>",

@@ -1,4 +1,4 @@
-"""Gemma 4's form: `<|tool_call>call:f{city:<|"|>Rome<|"|>,days:2}<tool_call|>`.
+"""Gemma 4's format: `<|tool_call>call:f{city:<|"|>Rome<|"|>,days:2}<tool_call|>`.
 
 Keys are bare words and texts stand between quotes of their own, unescaped; the rest is as in JSON.
 The arguments are passed on as JSON while they are written.
@@ -43,7 +43,7 @@ class _Values(BufferedBody):
     def __init__(self, parts: PartList) -> None:
         super().__init__(parts)
         self._open: list[str] = []
-        self._first = True  # in what is open
+        self._first = True  # the state of what is open
         self._comma = False  # before the next key or value
         self._state: Callable[[], bool] = self._value
         self._after_text: Callable[[], bool] = self._behind
@@ -96,7 +96,7 @@ class _Values(BufferedBody):
         return self._word()
 
     def _missing(self) -> bool:
-        """Handles a missing value: after a key it is empty."""
+        """Handles a missing value: after a key, it is an empty text."""
         self._parts.arguments('""' if self._open[-1] == "{" else "")
         return self._behind()
 

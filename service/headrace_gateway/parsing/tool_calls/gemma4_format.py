@@ -10,7 +10,7 @@ from headrace_common.structured.structural_format import (
     Const,
     Format,
     Json,
-    Listed,
+    OrderedList,
     Pattern,
     Repeat,
     Rule,
@@ -18,7 +18,7 @@ from headrace_common.structured.structural_format import (
     Tag,
 )
 
-from .arguments import cannot_hold, parameters, target_of
+from .arguments import cannot_enforce, parameters, target_of
 from .constrained_text import text_up_to
 from .constraint import CallConstraint, Function, sequence
 from .gemma4 import CLOSE, OPEN, QUOTE
@@ -29,7 +29,7 @@ _KEY = re.compile(r"[\w.$-]{1,128}", re.ASCII)
 _PLACES = frozenset({"$defs", "definitions"})
 _TEXT_KEYS = frozenset({"pattern", "minLength", "maxLength", "format"})
 _OTHER_KEYS = frozenset({"items", "minItems", "maxItems", "properties", "required"})
-_HELD = _PLACES | _TEXT_KEYS | _OTHER_KEYS | {"type", "additionalProperties"}
+_ENFORCED = _PLACES | _TEXT_KEYS | _OTHER_KEYS | {"type", "additionalProperties"}
 _SCALARS = ("integer", "number", "boolean", "null")
 # The depth of objects and arrays in a value without a schema.
 _ANYTHING = 3
@@ -73,9 +73,9 @@ def _arguments(function: Function) -> Format:
         try:
             values[each.name] = _value(each.schema, each.schema)
         except ValueError as error:
-            raise cannot_hold(function.name, each.name, str(error)) from error
+            raise cannot_enforce(function.name, each.name, str(error)) from error
         if _KEY.fullmatch(each.name) is None:
-            raise cannot_hold(function.name, each.name, "its name cannot be written")
+            raise cannot_enforce(function.name, each.name, "its name cannot be written")
     return _pairs(values, [each.name for each in found if each.required])
 
 
@@ -84,7 +84,7 @@ def _pairs(values: Mapping[str, Format], required: Iterable[str]) -> Format:
         return Const("}")
     needed = tuple(number for number, name in enumerate(values) if name in required)
     pairs = tuple(Tag(f"{name}:", value) for name, value in values.items())
-    return sequence(Listed(pairs, needed, ","), Const("}"))
+    return sequence(OrderedList(pairs, needed, ","), Const("}"))
 
 
 def _value(schema: Any, whole: Mapping[str, Any], depth: int = 0) -> Format:
@@ -107,7 +107,7 @@ def _value(schema: Any, whole: Mapping[str, Any], depth: int = 0) -> Format:
 def _typed(kind: str, schema: Mapping[str, Any], whole: Mapping[str, Any], depth: int) -> Format:
     if kind in _SCALARS:
         return Json({name: each for name, each in schema.items() if name not in _PLACES})
-    if unknown := schema.keys() - _HELD:
+    if unknown := schema.keys() - _ENFORCED:
         raise ValueError(f"{sorted(unknown)[0]!r:.80} is in its schema")
     match kind:
         case "string":
@@ -116,7 +116,7 @@ def _typed(kind: str, schema: Mapping[str, Any], whole: Mapping[str, Any], depth
             return _array(schema, whole, depth)
         case "object":
             return _object(schema, whole, depth)
-    raise ValueError(f"{kind!r:.80} is no type")
+    raise ValueError(f"{kind!r:.80} is not a type")
 
 
 def _object(schema: Mapping[str, Any], whole: Mapping[str, Any], depth: int) -> Format:
@@ -139,7 +139,7 @@ def _array(schema: Mapping[str, Any], whole: Mapping[str, Any], depth: int) -> F
         rest = Repeat(item, Const(","), optional=not least)
         items: Format = sequence(*first[: 2 * (least - 1)] if least else (), rest)
     else:
-        items = Listed((item,) * most, tuple(range(least)), ",") if most else sequence()
+        items = OrderedList((item,) * most, tuple(range(least)), ",") if most else sequence()
     return sequence(Const("["), items, Const("]"))
 
 

@@ -1,4 +1,4 @@
-"""Hermes' and Qwen's form: `<tool_call>{"name": "f", "arguments": {...}}</tool_call>`."""
+"""Hermes' and Qwen's format: `<tool_call>{"name": "f", "arguments": {...}}</tool_call>`."""
 
 from headrace_common.structured.structural_format import Format, Tag
 

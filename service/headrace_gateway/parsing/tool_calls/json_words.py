@@ -1,4 +1,4 @@
-"""Turns values that a model has written as JSON, or nearly so, into JSON."""
+"""Turns values that a model has written as JSON, or as Python literals, into JSON."""
 
 import ast
 import json
@@ -19,7 +19,8 @@ def is_json(text: str) -> bool:
 
 
 def as_json(text: str) -> str:
-    """Returns JSON: JSON unchanged, Python's words and literals converted, all else as a text."""
+    """Returns valid JSON as it is, Python's words and literals as JSON, and any other text as a
+    JSON string."""
     plain = text.strip()
     if is_json(plain):
         return plain
@@ -27,7 +28,7 @@ def as_json(text: str) -> str:
 
 
 def _literal(text: str) -> str | None:
-    """Returns a list or an object that was written in Python as JSON."""
+    """Returns the JSON of a Python list or dict; None if `text` is neither."""
     if not text.startswith(("[", "{")):
         return None
     try:
@@ -37,4 +38,4 @@ def _literal(text: str) -> str | None:
 
 
 def _refuse(word: str) -> None:
-    raise ValueError(f"{word} is no JSON")
+    raise ValueError(f"{word} is not JSON")

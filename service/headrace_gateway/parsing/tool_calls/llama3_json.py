@@ -1,4 +1,4 @@
-"""Llama 3's form: the whole answer is `{"name": "f", "parameters": {...}}`, or several of them.
+"""Llama 3's format: the whole answer is `{"name": "f", "parameters": {...}}`, or several of them.
 
 A `;` may separate two. Without `<|python_tag|>` before it, only an object that names a known tool
 is a call.
@@ -32,7 +32,7 @@ class Llama3JsonParser:
     def __init__(self, parts: PartList, known: Collection[str]) -> None:
         self._parts = parts
         self._known = known
-        self._buffer = ""  # not shown, and not a call yet
+        self._buffer = ""  # not shown yet, and not known to be a call
         self._tagged = False
         self._call: CallObject | None = None
         self._plain = False

@@ -1,4 +1,4 @@
-"""Mistral's two forms after `[TOOL_CALLS]`: an array of objects, or `f{...}` for each call.
+"""Mistral's two formats after `[TOOL_CALLS]`: an array of objects, or `f{...}` for each call.
 
 The newer tokenizers write `[TOOL_CALLS]f[ARGS]{...}`, with or without `[CALL_ID]...` before
 `[ARGS]`.
@@ -22,7 +22,7 @@ _NAME_START = re.compile(r"\w", re.ASCII)
 
 
 class MistralBody:
-    """A Body that finds out by the first character which of the two forms it is."""
+    """A Body that chooses between the two formats by the first character."""
 
     def __init__(self, parts: PartList) -> None:
         self._parts = parts

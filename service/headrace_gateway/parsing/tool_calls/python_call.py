@@ -75,7 +75,8 @@ class CallEnd:
 
 
 def parsed_call(text: str) -> tuple[str, str] | None:
-    """Returns a call's name and its arguments as JSON; None if it is no call of literals only."""
+    """Returns a call's name and its arguments as JSON; None if it is not a call with literals
+    only."""
     try:
         call = ast.parse(text, mode="eval").body
         if not isinstance(call, ast.Call) or call.args:

@@ -9,7 +9,7 @@ from headrace_common.structured.structural_format import (
     Const,
     Format,
     Json,
-    Listed,
+    OrderedList,
     Pattern,
     Repeat,
     Rule,
@@ -41,12 +41,12 @@ def _arguments(function: Function) -> Format:
         if not _is_name(parameter.name):
             raise StructuredOutputError(
                 "json",
-                f"parameter {parameter.name!r:.80} of {function.name} is no Python identifier, as "
-                "calls of this model need: rename it, or leave strict out",
+                f"parameter {parameter.name!r:.80} of {function.name} is not a Python identifier, "
+                "as calls of this model need: rename it, or leave strict out",
             )
     if not found:
         return sequence()
-    return Listed(
+    return OrderedList(
         tuple(Tag(f"{each.name}=", _python(each.schema)) for each in found),
         tuple(number for number, each in enumerate(found) if each.required),
         ", ",
@@ -71,7 +71,7 @@ def _check_name(function: Function) -> None:
     if not all(map(_is_name, function.name.split("."))):
         raise StructuredOutputError(
             "json",
-            f"{function.name!r} is no Python identifier, as calls of this model need: rename "
+            f"{function.name!r} is not a Python identifier, as calls of this model need: rename "
             "it, or leave strict out",
         )
 

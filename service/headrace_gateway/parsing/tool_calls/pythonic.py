@@ -1,4 +1,4 @@
-"""The Pythonic form: the whole answer is a list of calls, `[f(a=1), g(b="x")]`.
+"""The Pythonic format: the whole answer is a list of calls, `[f(a=1), g(b="x")]`.
 
 Each call is passed on when it is complete, with its arguments as JSON.
 """
@@ -30,7 +30,7 @@ class PythonicParser:
     def __init__(self, parts: PartList, known: Collection[str]) -> None:
         self._parts = parts
         self._known = known
-        self._buffer = ""  # not shown, and not a call yet
+        self._buffer = ""  # not shown yet, and not known to be a call
         self._opened = False
         self._closed = False
         self._plain = False

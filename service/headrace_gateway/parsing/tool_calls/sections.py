@@ -1,4 +1,4 @@
-"""Forms with all calls in one section, with a marker around each: DeepSeek's and Kimi's.
+"""Formats with all calls in one section, with a marker around each: DeepSeek's and Kimi's.
 
 A section: its opening, then for each call an opening, a head with the name, the arguments, a
 closing; then the section's closing, which models sometimes forget.
@@ -21,7 +21,7 @@ DEEPSEEK_V3, DEEPSEEK_V31, KIMI_K2 = "deepseek_v3", "deepseek_v31", "kimi_k2"
 
 @dataclass(frozen=True, slots=True)
 class Section:
-    """A form. `head` reads what precedes the arguments; `begin` writes it, with `number` in its
+    """A format. `head` reads what precedes the arguments; `begin` writes it, with `number` in its
     middle."""
 
     opening: str
@@ -119,7 +119,7 @@ class SectionBody:
 
     @property
     def _ends(self) -> tuple[str, ...]:
-        """Returns what closes a call: with the end of its arguments' frame, or without."""
+        """Returns the texts that close a call: with the end of its arguments' frame, or without."""
         closing = self._section.call_closing
         frame = self._section.end.strip()
         return (frame, closing) if frame else (closing,)

@@ -9,7 +9,7 @@ import httpx
 
 from headrace_gateway.queue_client.deadlines import TIMEOUT_HEADER
 
-from .clients import Client, Manner
+from .clients import Client, ClientKind
 from .demands import POISON
 from .scene import Fault, Scene
 from .world import World
@@ -25,7 +25,7 @@ async def poison(scene: Scene, *flags: str) -> None:
     await scene.moment(latest=0.5)
     case = scene.random.choice(scene.workload.cases)
     poisonous = replace(case, prompt=(*case.prompt[:5], POISON), fields={})
-    victim = scene.client(poisonous, Manner.PLAIN)
+    victim = scene.client(poisonous, ClientKind.PLAIN)
     ending = asyncio.ensure_future(victim.run())
     while not ending.done():
         dead = [engine for engine in scene.world.engines if not engine.alive]
@@ -40,7 +40,10 @@ async def poison(scene: Scene, *flags: str) -> None:
 
 
 async def poison_in_a_crowd(scene: Scene) -> None:
-    """A poisonous request among many others, so that heartbeats are late: leases must last."""
+    """A poisonous request among many others, so that heartbeats are late.
+
+    Leases must not expire.
+    """
     await poison(scene, *_LONG_LEASE)
 
 
@@ -57,7 +60,7 @@ async def cancel(scene: Scene) -> None:
     await scene.moment(latest=0.3)
     visits = [
         asyncio.ensure_future(
-            scene.client(case, scene.random.choice([Manner.PLAIN, Manner.WHOLE])).run()
+            scene.client(case, scene.random.choice([ClientKind.PLAIN, ClientKind.WHOLE])).run()
         )
         for case in scene.random.choices(scene.workload.cases, k=_VISITORS)
     ]
@@ -75,7 +78,7 @@ async def cancel(scene: Scene) -> None:
 
 
 async def _begin(scene: Scene) -> str:
-    """The URL of a new background request."""
+    """Starts a background request and returns its URL."""
     url = scene.random.choice(scene.world.urls)
     body = {**scene.random.choice(scene.workload.cases).body, "background": True}
     answer = await scene.http.post(f"{url}/v1/completions", json=body)

@@ -1,7 +1,8 @@
 """Clients that each retry until they have their answer, and compare it with the expected one.
 
-A `plain` client streams and has one connection; a `resumable` one comes back to its stream with its
-key; a `whole` one wants no stream and asks again with its key. All ask again after 429 and 503.
+A `plain` client streams and has one connection. A `resumable` one reconnects to its stream with its
+key. A `whole` one asks for an answer without a stream, and asks again with its key. All ask again
+after 429 and 503.
 """
 
 import asyncio
@@ -20,7 +21,7 @@ _PAUSE_S = 0.1
 _LIMIT_S = 90.0
 
 
-class Manner(Enum):
+class ClientKind(Enum):
     PLAIN = "plain"
     RESUMABLE = "resumable"
     WHOLE = "whole"
@@ -42,19 +43,21 @@ class Choice:
 
 @dataclass(slots=True)
 class Answer:
-    """The events that a client has received so far. `refused` counts 429 and 503, `returned` broken
-    streams."""
+    """What a client has received so far.
+
+    `refused` counts answers with 429 or 503, `reconnects` connections after a broken stream.
+    """
 
     choices: dict[int, Choice] = field(default_factory=dict)
     completion_tokens: int | None = None
     error: str | None = None
     done: bool = False
     refused: int = 0
-    returned: int = 0
+    reconnects: int = 0
     last_id: str | None = None
 
     def take(self, content: Mapping[str, Any]) -> int:
-        """One event, or a whole answer; how many tokens it has."""
+        """Adds one event, or a whole answer; returns the number of its tokens."""
         if "error" in content:
             self.error = json.dumps(content["error"])
         if content.get("usage"):
@@ -74,18 +77,18 @@ class Client:
         http: httpx.AsyncClient,
         urls: Sequence[str],
         case: Case,
-        manner: Manner,
+        kind: ClientKind,
         seen: Callable[[int], None],
     ) -> None:
         self._http = http
         self._urls = urls
-        self.manner = manner
+        self.kind = kind
         self._seen = seen
         self._headers: dict[str, str] = {}
         self._body = case.body
-        if manner is not Manner.WHOLE:
+        if kind is not ClientKind.WHOLE:
             self._body |= {"stream": True, "stream_options": {"include_usage": True}}
-        if manner is not Manner.PLAIN:
+        if kind is not ClientKind.PLAIN:
             self._headers["idempotency-key"] = str(uuid.uuid4())
         self.case = case
         self.answer = Answer()
@@ -101,7 +104,7 @@ class Client:
         return answer
 
     async def _try_once(self) -> None:
-        url = self._urls[self.answer.returned % len(self._urls)] + "/v1/completions"
+        url = self._urls[self.answer.reconnects % len(self._urls)] + "/v1/completions"
         headers = dict(self._headers)
         if self.answer.last_id is not None:
             headers["last-event-id"] = self.answer.last_id
@@ -113,7 +116,7 @@ class Client:
         except httpx.TransportError as error:
             how = repr(error)
         if not self.answer.done and self.answer.error is None:
-            await self._come_back(None if refused else how)
+            await self._before_retry(None if refused else how)
 
     async def _read(self, reply: httpx.Response, *, refused: bool) -> None:
         if refused:
@@ -121,7 +124,7 @@ class Client:
             assert "retry-after" in reply.headers, reply.headers
         elif reply.status_code != 200:
             self.answer.error = f"{reply.status_code} {(await reply.aread()).decode()}"
-        elif self.manner is Manner.WHOLE:
+        elif self.kind is ClientKind.WHOLE:
             self._seen(self.answer.take(json.loads(await reply.aread())))
             self.answer.done = True
         else:
@@ -144,12 +147,11 @@ class Client:
             elif name == b"data":
                 self._seen(self.answer.take(json.loads(value)))
 
-    async def _come_back(self, broke: str | None) -> None:
-        """Reconnects after a moment; `broke` says how the connection ended, unless it was a
-        refusal."""
+    async def _before_retry(self, broke: str | None) -> None:
+        """Waits before the next try. `broke` says how the connection ended; None: a refusal."""
         if broke is not None:
-            self.answer.returned += 1
-            if self.manner is Manner.PLAIN:
+            self.answer.reconnects += 1
+            if self.kind is ClientKind.PLAIN:
                 self.answer.error = f"the stream broke: {broke}"
                 return
         await asyncio.sleep(_PAUSE_S)

@@ -1,4 +1,4 @@
-"""The command line of the faults, and running one of them on Redis of its kind."""
+"""The command line of the faults; runs each fault on its kind of Redis."""
 
 import argparse
 import logging
@@ -40,14 +40,17 @@ Kind = tuple[str, int]  # of a world: of its Redis, and how many shards its queu
 
 
 def drawn_shards(seed: int) -> int:
-    """How many shards the queue has with a seed: of 1, 2, 3 and of each further three seeds one has
-    each number, in turns, so that it does not go with what else follows from the seed."""
+    """The number of shards of the queue for a seed.
+
+    Each three successive seeds have 1, 2 and 3 shards, in a changing order, so that the number does
+    not depend on what else follows from the seed.
+    """
     turn, number = divmod(seed - 1, SHARDS)
     return 1 + (number + turn) % SHARDS
 
 
 class Worlds:
-    """A world of each kind, made when it is first needed or before. For one thread."""
+    """A world of each kind, made when it is first needed or earlier. Used by one thread."""
 
     def __init__(self, workload: Workload, folder: Path, start: Starter) -> None:
         self._workload = workload
@@ -64,7 +67,7 @@ class Worlds:
             self._coming[kind] = self._makers.submit(self._make_ready, kind)
 
     def run(self, fault: Fault, seed: int, shards: int) -> list[str]:
-        """Returns the mistakes; a world with mistakes is not used again."""
+        """Runs a fault and returns the mistakes; a world with mistakes is not used again."""
         try:
             return self._play(fault, seed, (fault.servers, shards))
         except AssertionError as error:
@@ -121,7 +124,7 @@ def worlds(workload: Workload, folder: Path, start: Starter) -> Iterator[Worlds]
 
 
 def repeat(fault: str, seed: int, shards: int) -> str:
-    """The command that runs a fault again."""
+    """Returns the command that runs a fault again."""
     return f"{PROGRAM} --fault {fault} --seed {seed} --shards {shards}"
 
 
@@ -151,7 +154,8 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def _plan(options: argparse.Namespace, faults: Sequence[str]) -> Iterator[tuple[int, str]]:
-    """Seeds and faults: every fault with each seed, or what is drawn until the time is over."""
+    """The seeds and faults to run: every fault with each seed, or random ones until the time is
+    over."""
     if options.minutes is None:
         seeds = range(options.seed, options.seed + options.runs)
         yield from product(seeds, faults)

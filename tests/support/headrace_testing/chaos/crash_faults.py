@@ -11,7 +11,7 @@ _EARLY = (Moment.TAKEN, Moment.EXECUTING, Moment.PREFILL)
 
 
 async def crash(moment: Moment, scene: Scene) -> None:
-    """Crashes all engines, or with odd seeds one of them. Each is replaced when it is dead."""
+    """Crashes all engines, or one of them if the seed is odd. Each is replaced when it is dead."""
     if moment not in _EARLY:
         await scene.moment(latest=0.5)
     victims = list(scene.world.engines)
@@ -25,7 +25,10 @@ async def crash(moment: Moment, scene: Scene) -> None:
 
 
 async def _died(scene: Scene, engine: EngineProcess) -> None:
-    """Waits for the engine's end. If all clients end before its moment, runs them again."""
+    """Waits for the engine's end.
+
+    If all clients end before the engine reaches the moment, runs them again.
+    """
     while engine.alive:
         if scene.ended:
             await scene.visit_again()

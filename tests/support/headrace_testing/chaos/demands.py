@@ -1,18 +1,21 @@
-"""Commands with which tests make a process fail, or act like another version."""
+"""Commands by which tests make a process fail, or behave like another version."""
 
 import signal
 from enum import Enum
 
 # A token that crashes the engine; no other prompt contains it.
 POISON = 3
-# Signals that make an engine hang, or raise an error.
+# Signals that make an engine hang or raise an error.
 HANG, RAISE = signal.SIGUSR1, signal.SIGUSR2
-# A variable; a process that has it speaks the next version of the protocol.
+# An environment variable; a process that has it speaks the next version of the protocol.
 NEWER_PROTOCOL = "CHAOS_NEWER_PROTOCOL"
 
 
 class Moment(Enum):
-    """A place in the code. After the signal, an engine kills itself when it next reaches it."""
+    """A place in the code.
+
+    After the signal, an engine kills itself when it next reaches this place.
+    """
 
     TAKEN = "requests taken, not known to the engine"
     EXECUTING = "requests noted as running, none begun"

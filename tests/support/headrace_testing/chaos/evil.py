@@ -1,4 +1,4 @@
-"""The faults that are installed in processes before they start."""
+"""Faults that are installed in processes before they start."""
 
 import os
 
@@ -12,8 +12,8 @@ def install(module: str) -> None:
 
         newer_protocol.install()
     if module == "headrace_engine":
-        from . import evil_runner, fate
+        from . import fate, faulty_runner
 
         engine_fate = fate.Fate()
         fate.install(engine_fate)
-        evil_runner.install(engine_fate)
+        faulty_runner.install(engine_fate)

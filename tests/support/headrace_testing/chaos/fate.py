@@ -16,13 +16,13 @@ from headrace_common.wire.messages import Reply, Tokens
 
 from .demands import Moment
 
-# The moments before and after a call, by its first argument and its result.
+# The moments before and after a call, from the call's first argument and its result.
 Before = Callable[[Any], Moment | None]
 After = Callable[[Any, Any], Moment | None]
 
 
 class Fate:
-    """Decides when this process dies. Made in the main thread, since only that may set signal
+    """Decides when this process dies. Must be made in the main thread, which alone may set signal
     handlers."""
 
     def __init__(self) -> None:
@@ -35,13 +35,13 @@ class Fate:
         self._moment = self._by_signal[number]
 
     def meet(self, moment: Moment | None) -> None:
-        """The process is at this moment now."""
+        """Kills the process if this is its moment."""
         if moment is not None and moment is self._moment:
             os.kill(os.getpid(), signal.SIGKILL)
 
 
 def install(fate: Fate) -> None:
-    """Engine queues of this process meet their fate from now on."""
+    """Makes the engine queues of this process report their moments to a Fate."""
     for name, (before, after) in _MOMENTS.items():
         setattr(RedisEngineQueue, name, _mortal(name, fate, before, after))
 

@@ -1,4 +1,4 @@
-"""All faults by name, and where those are tested that this harness does not inject."""
+"""All faults by name, and the places of tests for faults that this harness does not inject."""
 
 from collections.abc import Mapping
 

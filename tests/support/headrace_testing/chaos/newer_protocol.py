@@ -1,8 +1,8 @@
-"""The protocol's next version, for rolling updates: requests of a version and with a field that
-today's engines do not know, and frames with an element more.
+"""The protocol's next version, for rolling updates: requests with a version and a field that
+today's engines do not know, and frames with one more element.
 
-Its engines read requests of both versions and write frames that all gateways can read, as engines
-must, which are updated before gateways.
+Its engines read requests of both versions and write frames that all gateways can read, because
+engines are updated before gateways.
 """
 
 from typing import Any
@@ -50,7 +50,7 @@ def _replace(module: Any, **new: object) -> None:
 
 
 def install() -> None:
-    """This process, be it engine or gateway, is of the next version from now on."""
+    """Makes this process, a gateway or an engine, speak the next version from now on."""
     _replace(redis_gateway, PROTOCOL_VERSION=NEXT, encode_request=_newer_request)
     _replace(
         redis_engine,

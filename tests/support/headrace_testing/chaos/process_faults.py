@@ -20,13 +20,13 @@ _WAYS = ("in time", "no time", "twice", "killed")
 
 
 def busiest(world: World) -> EngineProcess:
-    """The engine that runs most sequences."""
+    """The engine with the most running sequences."""
     alive = [engine for engine in world.engines if engine.alive]
     return max(alive, key=lambda e: e.metric("headrace_engine_requests", 'state="running"'))
 
 
 async def kill_engines(scene: Scene) -> None:
-    """One or all, at any moment from the first request to the last frames."""
+    """Kills one engine or all, at any moment from the first request to the last frames."""
     await scene.moment(latest=0.95)
     victims = list(scene.world.engines)
     if scene.random.random() < 0.5:
@@ -37,12 +37,15 @@ async def kill_engines(scene: Scene) -> None:
 
 
 def one_frozen(world: World) -> None:
-    """Requests placed with the frozen engine wait, and the other engine takes them."""
+    """Freezes one engine: requests placed with it wait, and the other engine takes them."""
     world.engines[0].signal(signal.SIGSTOP)
 
 
 async def kill_frozen_engine(scene: Scene) -> None:
-    """While clients come, or when all have begun; its statuses last as long as a lease."""
+    """Kills a frozen engine while clients arrive, or after all have begun.
+
+    Its statuses last as long as a lease.
+    """
     frozen = scene.world.engines[0]
     await scene.moment(latest=0.3)
     frozen.kill()
@@ -50,7 +53,10 @@ async def kill_frozen_engine(scene: Scene) -> None:
 
 
 async def freeze_engine(scene: Scene) -> None:
-    """Beyond its lease; it wakes while others continue with its requests, or after they have."""
+    """Freezes an engine beyond its lease.
+
+    It wakes while others continue its requests, or afterwards.
+    """
     await scene.moment()
     frozen = await scene.aside(partial(busiest, scene.world))
     frozen.signal(signal.SIGSTOP)
@@ -65,7 +71,8 @@ async def freeze_engine(scene: Scene) -> None:
 
 
 def watched_alone(world: World) -> None:
-    """One engine, whose watchdog is quick; the others' would take a slow machine for a hang."""
+    """Runs one engine with a short watchdog limit; other engines would be taken for hung on a slow
+    machine."""
     for engine in list(world.engines):
         world.retire(engine)
     world.spawn("--step-timeout", "1")
@@ -88,21 +95,21 @@ async def raise_in_step(scene: Scene) -> None:
 
 
 async def _must_fail(scene: Scene, engine: EngineProcess) -> None:
-    """The engine must end with the exit code that says so, and leave no child."""
+    """Checks that the engine ends with the right exit code and leaves no child process."""
     children = psutil.Process(engine.pid).children(recursive=True)
     await scene.until_ended()
-    while engine.alive:  # the crowd may have ended before it has met its fault
+    while engine.alive:  # the clients may have ended before the engine meets its fault
         await scene.visit_again()
     code = await scene.aside(engine.wait)
     scene.expect(code == EXIT_FAILED, f"the engine ended with {code}")
-    # Servers of processes end by themselves, once they read that the engine has ended.
+    # Servers of processes end by themselves when they notice that the engine has ended.
     _, left = await scene.aside(partial(psutil.wait_procs, children, timeout=_CHILDREN_S))
     scene.expect(left == [], "it left a child")
 
 
 async def drain_engine(scene: Scene) -> None:
-    """Two of four ways, so that every two seeds that follow each other have them all: SIGTERM with
-    time and without; a second SIGTERM; a grace that is too short."""
+    """Drains an engine in two of four ways: SIGTERM with time and without, a second SIGTERM, a
+    grace period that is too short. Two successive seeds cover all four."""
     ways = [_WAYS[(2 * scene.seed + number) % len(_WAYS)] for number in range(2)]
     drained = [
         await scene.aside(
@@ -128,7 +135,10 @@ async def _drain(scene: Scene, way: str, engine: EngineProcess) -> None:
 
 
 async def kill_gateway(scene: Scene) -> None:
-    """Clients continue elsewhere, or with every second seed at the same address once it is back."""
+    """Kills a gateway.
+
+    Clients continue elsewhere, or, if the seed is odd, at the same address once it is back.
+    """
     await scene.moment()
     victim = scene.random.choice(scene.world.gateways)
     victim.kill()
@@ -137,7 +147,8 @@ async def kill_gateway(scene: Scene) -> None:
 
 
 async def kill_gateway_and_engine(scene: Scene) -> None:
-    """The engine before it can say what its new gateway has missed."""
+    """Kills a gateway, and then the engine before it can tell the new gateway what that has
+    missed."""
     await scene.moment()
     engine = await scene.aside(partial(busiest, scene.world))
     scene.random.choice(scene.world.gateways).kill()
@@ -146,7 +157,7 @@ async def kill_gateway_and_engine(scene: Scene) -> None:
 
 
 async def kill_engine_of_frozen_gateway(scene: Scene) -> None:
-    """The gateway wakes up to another engine's tokens."""
+    """Kills the engine of a frozen gateway, which wakes up to another engine's tokens."""
     await scene.moment()
     gateway = scene.random.choice(scene.world.gateways)
     engine = await scene.aside(partial(busiest, scene.world))
@@ -157,7 +168,8 @@ async def kill_engine_of_frozen_gateway(scene: Scene) -> None:
 
 
 async def freeze_gateway(scene: Scene) -> None:
-    """For longer than it takes to give an engine up: it wakes and continues where it was."""
+    """Freezes a gateway for longer than an engine's silence may last: it wakes and continues where
+    it was."""
     await scene.moment()
     gateway = scene.random.choice(scene.world.gateways)
     gateway.signal(signal.SIGSTOP)

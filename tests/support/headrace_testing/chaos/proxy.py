@@ -1,4 +1,5 @@
-"""A TCP proxy that spoils connections on purpose: latency, slices, cuts, silence, half-open ones.
+"""A TCP proxy that disturbs connections: it delays, slices and cuts them, falls silent, or leaves
+them half open.
 
 It runs in a thread with an event loop of its own; all methods may be called from any thread.
 """
@@ -19,8 +20,11 @@ _START_S = 30.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Weather:
-    """How bytes travel. `delay` and `jitter` in seconds for each piece; `slice` its most bytes,
-    0 for any. `silent`: bytes are held back, connections stay open and new ones are taken."""
+    """How bytes travel.
+
+    `delay` and `jitter` are seconds for each piece; `slice` is the most bytes of a piece, 0 for any
+    number. If `silent`, bytes are held back, connections stay open and new ones are accepted.
+    """
 
     delay: float = 0.0
     jitter: float = 0.0
@@ -32,7 +36,7 @@ FAIR = Weather()
 
 
 class FaultProxy:
-    """Listens on `port` of 127.0.0.1 and passes on to `target`, also of 127.0.0.1."""
+    """Listens on `port` of 127.0.0.1 and forwards to `target`, also on 127.0.0.1."""
 
     def __init__(self, target: int, seed: int = 0) -> None:
         self._forwarder = Forwarder(target, self._copy)
@@ -56,15 +60,16 @@ class FaultProxy:
         self._loop.close()
 
     def change(self, weather: Weather) -> None:
-        """From now on; what was held back is sent once it is not silent any more."""
+        """Changes the weather from now on; bytes that were held back are sent when the silence
+        ends."""
         self._call(self._change(weather))
 
     def cut(self) -> None:
-        """Resets every connection; new ones are taken."""
+        """Resets every connection; new ones are accepted."""
         self._call(self._forwarder.cut())
 
     def strand(self) -> None:
-        """Every connection that there is stays open and leads nowhere; new ones are as always."""
+        """Leaves all present connections open but unconnected; new ones work as always."""
         self._call(self._strand())
 
     def _call(self, work: Coroutine[Any, Any, T]) -> T:

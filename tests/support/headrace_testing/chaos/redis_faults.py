@@ -1,4 +1,4 @@
-"""Redis that dies, forgets, fills up, fails over, or is hard to reach."""
+"""Redis that crashes, loses data, fills up, fails over, or is hard to reach."""
 
 import asyncio
 from functools import partial
@@ -13,7 +13,7 @@ from .scene import Fault, Scene
 
 
 async def restart(scene: Scene) -> None:
-    """SIGKILL and back with its append-only file, one to three times."""
+    """Kills the server, which comes back with its append-only file, one to three times."""
     for _ in range(scene.random.randint(1, 3)):
         await scene.moment()
         await scene.aside(scene.world.valkey.restart)
@@ -21,14 +21,15 @@ async def restart(scene: Scene) -> None:
 
 
 async def restart_often(scene: Scene) -> None:
-    """Ten times in about 30 s."""
+    """Restarts the server ten times in about 30 s."""
     for _ in range(10):
         await scene.pause(scene.random.uniform(1, 5))
         await scene.aside(scene.world.valkey.restart)
 
 
 async def roll_back(scene: Scene) -> None:
-    """Back with the data of up to a second ago, as after a failover to a late replica."""
+    """Restarts the server with data that is up to a second old, as after a failover to a late
+    replica."""
     await scene.moment(latest=0.5)
     snapshot = scene.world.folder / f"snapshot-{scene.random.getrandbits(64):x}"
     await scene.aside(partial(scene.world.valkey.snapshot, snapshot))
@@ -52,7 +53,7 @@ async def fill(scene: Scene) -> None:
     await scene.moment(latest=0.4)
     port = scene.world.valkey.port
     await scene.aside(lambda: ask(port, "CONFIG", "SET", "maxmemory", 1))
-    late = [scene.client(client.case, client.manner) for client in scene.clients[:4]]
+    late = [scene.client(client.case, client.kind) for client in scene.clients[:4]]
     answers = [asyncio.ensure_future(client.run()) for client in late]
     refused = partial(until, lambda: all(c.answer.refused for c in late), "clients to be refused")
     await scene.aside(refused)
@@ -91,8 +92,8 @@ async def split_brain(scene: Scene) -> None:
 
 
 async def split_brain_guarded(scene: Scene) -> None:
-    """The same where masters need a replica to write, as docs/protocol.md has it: the one that
-    wakes up takes no writes, and gateways and engines that are with it wait."""
+    """The same with masters that need a replica to write, as docs/protocol.md recommends: the old
+    master accepts no writes when it wakes, and gateways and engines connected to it wait."""
     await split_brain(scene)
     await scene.pause(5.0)
 
@@ -106,7 +107,7 @@ def _refuses_writes(port: int) -> bool:
 
 
 async def lose_shard(scene: Scene) -> None:
-    """A cluster's master that has a shard of the model's queue dies, its replica takes over."""
+    """Kills a cluster's master that has a shard of the model's queue; its replica takes over."""
     await scene.moment()
     nodes, shard = scene.world.cluster_set, scene.random.choice(scene.world.shard_keys)
     slot = ask(nodes.masters[1].port, "CLUSTER", "KEYSLOT", shard.stats)
@@ -124,7 +125,7 @@ async def latency(scene: Scene) -> None:
 
 
 async def slices(scene: Scene) -> None:
-    """One to three bytes at a time."""
+    """Sends one to three bytes at a time."""
     await scene.moment(latest=0.3)
     scene.world.proxy.change(Weather(slice=scene.random.randint(1, 3)))
     await scene.pause(1.0)
@@ -132,7 +133,7 @@ async def slices(scene: Scene) -> None:
 
 
 async def cuts(scene: Scene) -> None:
-    """Every connection, again and again."""
+    """Cuts every connection, again and again."""
     for _ in range(scene.random.randint(2, 5)):
         await scene.moment()
         scene.world.proxy.cut()
@@ -140,12 +141,13 @@ async def cuts(scene: Scene) -> None:
 
 
 async def black_hole(scene: Scene) -> None:
-    """Connections stay open and nothing comes through, for 1 to 3 s: shorter than timeouts."""
+    """Lets connections stay open while nothing comes through, for 1 to 3 s: shorter than
+    timeouts."""
     await _silence(scene, scene.random.uniform(1, 3))
 
 
 async def long_black_hole(scene: Scene) -> None:
-    """Longer than commands and reads wait."""
+    """The same for longer than the timeouts of commands and reads."""
     await _silence(scene, 18.0)
 
 

@@ -9,22 +9,23 @@ from typing import TypeVar
 import httpx
 
 from .cases import Case, Workload
-from .clients import Client, Manner, problem
+from .clients import Client, ClientKind, problem
 from .world import World
 
 T = TypeVar("T")
 Act = Callable[["Scene"], Awaitable[None]]
 
-# The latest share of tokens for a fault; later, the streams may end before it acts.
+# The largest share of tokens after which a fault may begin; later, the streams might end before it
+# acts.
 _LATEST = 0.8
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Fault:
-    """A fault. `servers`: the kind of Redis. `survives`: whether clients that cannot come back
-    are part of the crowd. `slow`: it takes too long for every run of the tests. `ready` runs before
-    the clients come. `crowd`: how many clients there are of each case. `lasting`: a client that has
-    its answer asks again until the fault is over. `spoils`: its world is not used again."""
+    """A fault. `servers` is the kind of Redis. With `survives` the crowd includes clients that
+    cannot reconnect. `slow` faults take too long for every run of the tests. `ready` runs before
+    the clients arrive. `crowd` is the number of clients for each case. With `lasting` a client that
+    has its answer asks again until the fault is over. With `spoils` the world is not used again."""
 
     name: str
     title: str
@@ -52,12 +53,12 @@ class Scene:
         self._ended = False
 
     async def play(self, fault: Fault) -> None:
-        """Runs the crowd while the fault acts; `mistakes` holds what is wrong afterwards."""
+        """Runs the crowd while the fault acts; afterwards `mistakes` lists what went wrong."""
         limits = httpx.Limits(max_connections=None)
         async with httpx.AsyncClient(timeout=60, limits=limits) as self.http:
             cases = self.workload.cases * fault.crowd
-            manners = self._manners(fault.survives, len(cases))
-            self.clients = [self.client(*each) for each in zip(cases, manners, strict=True)]
+            kinds = self._client_kinds(fault.survives, len(cases))
+            self.clients = [self.client(*each) for each in zip(cases, kinds, strict=True)]
             act = asyncio.ensure_future(fault.act(self))
             over = act.done if fault.lasting else lambda: True
             await asyncio.gather(*(self._visit(client, over) for client in list(self.clients)))
@@ -67,28 +68,28 @@ class Scene:
         self.check(self.clients)
 
     async def _visit(self, client: Client, over: Callable[[], bool]) -> None:
-        """Runs a client, and others like it until it is over."""
+        """Runs a client, and more like it until the fault is over."""
         await client.run()
         while not over():
-            again = self.client(client.case, client.manner)
+            again = self.client(client.case, client.kind)
             self.clients.append(again)
             await again.run()
 
     def check(self, clients: Sequence[Client]) -> None:
-        """Notes every answer that is not exactly what it must be."""
+        """Notes every answer that differs from the expected one."""
         for client in clients:
             if wrong := problem(client.case, client.answer):
                 self.mistakes.append(f"{client.case.name} at {client.case.prompt[:3]}...: {wrong}")
 
-    def client(self, case: Case, manner: Manner) -> Client:
+    def client(self, case: Case, kind: ClientKind) -> Client:
         urls = list(self.world.urls)
         self.random.shuffle(urls)
-        return Client(self.http, urls, case, manner, self._seen)
+        return Client(self.http, urls, case, kind, self._seen)
 
-    def _manners(self, survives: bool, count: int) -> list[Manner]:
+    def _client_kinds(self, survives: bool, count: int) -> list[ClientKind]:
         """Chooses so that three successive seeds try each case in all three ways."""
-        manners = list(Manner) if survives else [Manner.RESUMABLE, Manner.WHOLE]
-        return [manners[(n + self.seed) % len(manners)] for n in range(count)]
+        kinds = list(ClientKind) if survives else [ClientKind.RESUMABLE, ClientKind.WHOLE]
+        return [kinds[(n + self.seed) % len(kinds)] for n in range(count)]
 
     def _seen(self, tokens: int) -> None:
         self._tokens += tokens
@@ -96,12 +97,12 @@ class Scene:
 
     @property
     def ended(self) -> bool:
-        """Whether the crowd has its answers."""
+        """Whether all of the crowd have their answers."""
         return self._ended
 
     async def visit_again(self) -> None:
         """Runs every case once more, and notes wrong answers."""
-        more = [self.client(client.case, client.manner) for client in self.clients]
+        more = [self.client(client.case, client.kind) for client in self.clients]
         await asyncio.gather(*(client.run() for client in more))
         self.check(more)
 
@@ -123,7 +124,7 @@ class Scene:
         await asyncio.sleep(seconds)
 
     async def aside(self, function: Callable[[], T]) -> T:
-        """Runs a blocking function in a thread, while the clients continue."""
+        """Runs a blocking function in a thread while the clients continue."""
         return await asyncio.to_thread(function)
 
     def expect(self, truth: bool, otherwise: str) -> None:
@@ -132,7 +133,7 @@ class Scene:
 
 
 def run(fault: Fault, world: World, workload: Workload, seed: int) -> list[str]:
-    """One line for each thing that went wrong."""
+    """Runs a fault; returns a line for each thing that went wrong."""
     world.restore()
     if fault.ready is not None:
         fault.ready(world)

@@ -31,14 +31,15 @@ async def scale(scene: Scene) -> None:
 
 
 def first_of_the_next_version(world: World) -> None:
-    """Clients come to gateways, and requests to engines, of both versions."""
+    """Starts a gateway and an engine of the next version, so that both versions serve side by
+    side."""
     world.spawn(env=_NEWER)
     world.add_gateway(*GATEWAY_FLAGS, env=_NEWER)
     world.await_engines(ENGINES + 1)
 
 
 async def update(scene: Scene) -> None:
-    """All others follow, first engines, then gateways."""
+    """Replaces all others, engines first, then gateways."""
     world = scene.world
     known = await scene.aside(world.dead_letters)
     await scene.moment(latest=0.5)
@@ -64,7 +65,7 @@ async def update(scene: Scene) -> None:
 async def reshard(scene: Scene) -> None:
     """Replaces all engines twice, one after the other, by engines with another number of shards."""
     world = scene.world
-    number, world.queue_shards = world.queue_shards, SHARDS  # all are looked through afterwards
+    number, world.queue_shards = world.queue_shards, SHARDS  # every shard is checked afterwards
     for _ in range(2):
         await scene.moment(latest=0.6)
         number = scene.random.choice([n for n in range(1, SHARDS + 1) if n != number])
@@ -73,7 +74,8 @@ async def reshard(scene: Scene) -> None:
 
 
 async def _replace(scene: Scene, engine: EngineProcess, shards: int) -> None:
-    """Starts another one before or after the old one is gone; the old one drains or dies."""
+    """Starts another process before or after the old one is gone; the old one drains or is
+    killed."""
     drains = scene.random.random() < 0.5
 
     def spawn() -> None:
@@ -81,7 +83,7 @@ async def _replace(scene: Scene, engine: EngineProcess, shards: int) -> None:
 
     def leave() -> None:
         if drains:
-            engine.await_log("engine ready")  # before, the signal has no handler
+            engine.await_log("engine ready")  # earlier, the signal would have no handler
             engine.signal(signal.SIGTERM)
             code = engine.wait()
             scene.expect(code == 0, f"an engine that left ended with {code}")

@@ -1,7 +1,7 @@
-"""Finds requests of every kind that has its own state, with their undisturbed answers.
+"""Finds requests of every kind with a state of its own, and their undisturbed answers.
 
-A fault must not change a token, so a case is only used where rounding cannot either: engines of
-weights that are off by PERTURBATION, far more than rounding, choose the same tokens.
+A fault must not change a token, so only cases are used in which rounding cannot change one either:
+engines whose weights are off by PERTURBATION, far more than rounding, choose the same tokens.
 """
 
 import random
@@ -37,7 +37,8 @@ _KINDS: dict[str, dict[str, Any]] = {
     "logprobs": {"temperature": 0, "logprobs": 3},
     "stop": {"temperature": 0},
     "grammar": {"temperature": 0.9, "structured_outputs": {"regex": "([a-z]{2,5} )+[a-z]"}},
-    # As calls of tools: free text, but an "o" begins one. Of letters, which the tokenizer has.
+    # Works like tool calls: the text is free, but an "o" begins a call. Made of letters, which the
+    # tokenizer has.
     "calls": {
         "temperature": 0.9,
         "structured_outputs": {
@@ -67,7 +68,7 @@ def make_workload(folder: Path) -> Workload:
 
 
 def _perturbed(checkpoint: Path, folder: Path, seed: int) -> Path:
-    """A copy of the checkpoint whose weights are all a little off."""
+    """A copy of the checkpoint in which all weights differ a little."""
     copy = folder / f"perturbed-{seed}"
     copy.mkdir()
     for file in checkpoint.iterdir():
@@ -88,7 +89,8 @@ def _draw(rng: random.Random, kind: str) -> Case:
 
 
 def _clear(llms: Sequence[LLM], cases: Sequence[Case]) -> list[Case]:
-    """The cases on which all models agree, with their answers; `stop` cases stop."""
+    """The cases for which all models agree, with their answers; cases with `stop` get a stop
+    string."""
     answers = [_answers(llm, cases) for llm in llms]
     agreed = [
         replace(case, expected=choices[0])
@@ -114,7 +116,7 @@ def _answers(llm: LLM, cases: Sequence[Case]) -> list[tuple[Expected, ...]]:
 
 
 def _fields(case: Case) -> dict[str, Any]:
-    """The request's fields as the offline API has them."""
+    """The fields of the request for the offline API."""
     held = case.fields.get("structured_outputs")
     if held is None:
         return dict(case.fields)

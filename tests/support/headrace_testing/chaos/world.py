@@ -1,4 +1,4 @@
-"""Gateways and engines over one kind of Redis, broken by one fault after the other."""
+"""Gateways and engines over one kind of Redis, disturbed by one fault after the other."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -28,7 +28,7 @@ _QUIET_S = 60.0
 
 
 class ProxiedServer:
-    """A server that gateways and engines reach through a FaultProxy only."""
+    """A server that gateways and engines reach only through a FaultProxy."""
 
     def __init__(self, folder: Path) -> None:
         self.server = ValkeyServer(folder)
@@ -59,8 +59,8 @@ class WholeCluster(ClusterSet):
 
 
 class World(Stack):
-    """The stack that faults disturb. At rest the constants give its number of engines and gateways,
-    and the queue of `shards` shards is empty.
+    """The stack that faults disturb. Between faults it has the engines and gateways that the
+    constants say, and an empty queue with `shards` shards.
     """
 
     def __init__(

@@ -13,14 +13,17 @@ from .world import Target
 Client = Literal["stranger", "tenant", "neighbour"]
 # Later answers are not waited for.
 PATIENCE_S = ANSWER_LIMIT_S + 2
-# The bytes and the seconds for which an answer is read before the connection is reset.
+# The bytes of an answer and the seconds that are read before the connection is reset.
 ANSWER_BYTES, ANSWER_READ_S = 64 * 1024, 0.3
-DEADLINE_S = 8  # the timeout that requests name
+DEADLINE_S = 8  # the timeout in the requests
 
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """`outcome` is a status, `closed`, or `none` where neither came in time."""
+    """The answer to an attack.
+
+    `outcome` is a status, `closed`, or `none` if neither came in time.
+    """
 
     outcome: str
     seconds: float
@@ -28,7 +31,10 @@ class Answer:
 
 @dataclass(frozen=True, slots=True)
 class Attack:
-    """`spoils` says that the processes must be restarted after it, as Redis is full."""
+    """An attack.
+
+    `spoils` says that the processes must be restarted after it, because Redis is full.
+    """
 
     name: str
     client: Client
@@ -53,12 +59,12 @@ def head(
 def post(
     path: str, content: bytes, key: str | None, headers: Mapping[str, str] | None = None
 ) -> bytes:
-    """A whole request."""
+    """A complete request."""
     return head(path, key, headers) + b"Content-Length: %d\r\n\r\n" % len(content) + content
 
 
 async def exchange(port: int, pieces: Iterable[bytes], pause: float = 0.0) -> Answer:
-    """Sends pieces until an answer begins; reads a part of it and resets the connection."""
+    """Sends pieces until an answer begins, reads part of the answer, and resets the connection."""
     began = time.monotonic()
     outcome = "none"
     with suppress(TimeoutError):

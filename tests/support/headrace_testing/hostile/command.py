@@ -18,7 +18,8 @@ from .rows import rows
 from .verdict import Result
 
 GENERATED = 300
-# While it looks for new things, this share of the attacks are changes of the dearest so far.
+# While drawing new attacks, this share of the attacks are variants of the most expensive ones so
+# far.
 _CHANGES = 0.4
 _DEAREST = 12
 
@@ -62,7 +63,7 @@ def _plan(
 
 
 def find(name: str, generator: Generator) -> Attack:
-    """The attack of a name. Raises SystemExit where there is none."""
+    """The attack with this name. Raises SystemExit if there is none."""
     if name[:1].isdigit() and "/" in name.partition(" ")[0]:
         return generator.draw(Dice.read(name.partition(" ")[0]))
     for attack in rows():
@@ -74,7 +75,7 @@ def find(name: str, generator: Generator) -> Attack:
 def hunt(
     seed: int, seconds: float, generator: Generator, results: Sequence[Result]
 ) -> Iterator[Attack]:
-    """Draws new attacks and changes of those that were dear, until the time is over."""
+    """Draws new attacks and variants of expensive ones until the time is over."""
     ends = time.monotonic() + seconds
     rng = random.Random(seed)
     drawn: dict[str, Dice] = {}

@@ -1,4 +1,4 @@
-"""Everything random of one attack, each by its name, so that an attack can be changed a little."""
+"""All random choices of one attack, each by its name, so that an attack can be changed a little."""
 
 import random
 from collections.abc import Sequence
@@ -6,13 +6,13 @@ from dataclasses import dataclass
 from typing import TypeVar
 
 T = TypeVar("T")
-# The share of throws that a change repeats.
+# The share of random choices that a variant keeps.
 _CHANGED = 0.3
 
 
 @dataclass(frozen=True, slots=True)
 class Dice:
-    """`changes` are numbers: each changes some of the throws, except those that are `fixed`.
+    """`changes` are numbers, each of which changes some of the choices that are not `fixed`.
 
     Written `SEED/NUMBER+CHANGE+CHANGE`.
     """
@@ -42,7 +42,7 @@ class Dice:
         return self.rng(name, fixed=fixed).choice(options)
 
     def size(self, name: str, least: int, most: int) -> int:
-        """A number; all orders of magnitude are equally likely."""
+        """Chooses a number; all orders of magnitude are equally likely."""
         rng = self.rng(name)
         factor: float = (most / least) ** rng.random()
         return round(least * factor)

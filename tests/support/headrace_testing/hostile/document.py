@@ -1,4 +1,4 @@
-"""The fields that the gateway's OpenAPI document names, and bodies with anything in one of them."""
+"""The fields in the gateway's OpenAPI document, and bodies in which one of them has any value."""
 
 import json
 import urllib.request
@@ -32,7 +32,7 @@ BASES: Mapping[str, dict[str, Any]] = {
     "/tokenize": {"model": MODEL, "prompt": "The mill"},
     "/detokenize": {"model": MODEL, "tokens": [5, 6, 7]},
 }
-# Groups of fields of which a request may have only one.
+# Groups of fields of which a request may only have one.
 _RIVALS = {("/tokenize", "messages"): "prompt"}
 JSON = dict[str, Any]
 
@@ -67,7 +67,7 @@ class Document:
 
     @property
     def places(self) -> list[Place]:
-        """Every value of every JSON body, in an order of its own."""
+        """Every value of every JSON body, in a fixed order."""
         found = []
         for path, operations in sorted(self._paths.items()):
             body = operations.get("post", {}).get("requestBody", {}).get("content", {})
@@ -77,11 +77,11 @@ class Document:
 
     @property
     def reads(self) -> list[str]:
-        """Paths that are asked with GET, with {names} in them."""
+        """Paths for GET, with {names} in them."""
         return sorted(path for path, found in self._paths.items() if "get" in found)
 
     def body(self, place: Place, value: bytes) -> bytes:
-        """A valid body, except that `value`, which need not be JSON, is at one place of it."""
+        """A valid body in which the value at one place is `value`, which need not be JSON."""
         text = value
         for depth in range(len(place.steps), 0, -1):
             step = place.steps[depth - 1]

@@ -1,6 +1,7 @@
-"""Schemas, expressions, grammars and tags that are small to write and may be dear to compile.
+"""Schemas, expressions, grammars and tags that are short and may be expensive to compile.
 
-Every number and choice of one comes from dice, so that a dear one can be changed into a dearer.
+All their numbers and choices come from dice, so that an expensive one can be changed into a more
+expensive one.
 """
 
 import json
@@ -85,7 +86,7 @@ def _nested_any(dice: Dice, n: int, m: int) -> JSON:
 
 
 def _references(dice: Dice, n: int, m: int) -> JSON:
-    """Each refers twice to the next: 2^n paths."""
+    """Definitions of which each refers twice to the next one: 2^n paths."""
     definitions: JSON = {}
     for i in range(n):
         following = {"$ref": f"#/$defs/d{(i + 1) % n}"}
@@ -177,7 +178,7 @@ _SCHEMAS: Mapping[str, Callable[[Dice, int, int], JSON]] = {
 
 
 def grammar(dice: Dice) -> str:
-    """Lark or GBNF."""
+    """A grammar in Lark's or GBNF's syntax."""
     n, m = dice.size("grammar n", 1, 400), dice.size("grammar m", 1, 400)
     return _GRAMMARS[dice.pick("grammar kind", list(_GRAMMARS))](dice, n, m)
 
@@ -187,7 +188,7 @@ def _slashed(text: str) -> str:
 
 
 def _rules(mark: str, n: int, m: int) -> str:
-    """Each rule has the next twice, so that a text has very many derivations."""
+    """Each rule contains the next one twice, so that a text has very many derivations."""
     root = "root" if "::" in mark else "start"
     lines = [f"{root} {mark} r0"]
     lines += [f'r{i} {mark} r{i + 1} r{i + 1} | r{i + 1} | "a"' for i in range(min(n, 120))]

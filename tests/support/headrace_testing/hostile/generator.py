@@ -50,7 +50,7 @@ class Generator:
         return http_attacks.draw(dice, self._document.reads)
 
     def _lines(self, dice: Dice) -> Attack:
-        """Uploads a batch file whose lines are no requests."""
+        """Uploads a batch file whose lines are not requests."""
         description, value = draw_value(dice, "x")
         line = b'{"custom_id":"a","method":"POST","url":"%b","body":%b}\n' % (CHAT.encode(), value)
         lines = {"a line": value, "a body": line, "lines": (value[:500] + b"\n") * 20_000}
@@ -148,7 +148,7 @@ _LETTERS = (
 
 
 def _text(dice: Dice) -> Attack:
-    """Long texts where a model reads them."""
+    """Sends long texts where a model reads them."""
     letters = dice.pick("letters", _LETTERS)
     size = dice.size("size", 10_000, 7_000_000)
     text = letters * (size // len(letters.encode()))
@@ -176,7 +176,7 @@ def _text(dice: Dice) -> Attack:
 
 
 def _counts(dice: Dice) -> Attack:
-    """Numbers that multiply what one request costs; small ones are allowed."""
+    """Sends numbers that multiply the cost of a request; small ones are allowed."""
     names = ("n", "best_of", "top_logprobs", "prompt_logprobs", "max_tokens", "min_tokens", "top_k")
     more: dict[str, Any] = {"stream": dice.pick("stream", [True, False]), "ignore_eos": True}
     for name in names:

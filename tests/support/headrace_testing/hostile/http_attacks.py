@@ -94,7 +94,7 @@ def _parts(path: str) -> list[str]:
 
 
 def _chunks(dice: Dice, paths: Sequence[str]) -> Attack:
-    """A body in chunks that are too many, too long, malformed or never complete."""
+    """Sends a chunked body with chunks that are too many, too long, malformed or never complete."""
     count = dice.size("chunks", 100, 1_000_000)
     letters = dice.size("letters", 1, 60_000)
     kinds: Mapping[str, Callable[[], bytes]] = {
@@ -135,7 +135,7 @@ def _slow(dice: Dice, paths: Sequence[str]) -> Attack:
 
 
 def _unfinished_bodies(dice: Dice, paths: Sequence[str]) -> Attack:
-    """Bodies that do not end: the gateway waits, and keeps the bytes that have arrived."""
+    """Sends bodies that do not end: the gateway waits, and keeps the bytes that have arrived."""
     size, count = dice.size("half", 1_000, 7_900_000), dice.pick("halves", (1, 4, 16))
     count = max(1, min(count, 64_000_000 // size))
     path = dice.pick("half path", [*BASES, "/v1/files"])

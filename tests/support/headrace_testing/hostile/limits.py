@@ -1,7 +1,7 @@
 """Limits for the processes under attack: memory, and the time of answers."""
 
 MIB = 2**20
-# Memory limits: that of gateways in the chart, and a small one for engines, whose CRD has none.
+# Memory limits: for gateways that of the chart; for engines a small one, since their CRD has none.
 GATEWAY_BYTES = 1024 * MIB
 ENGINE_BYTES = 2048 * MIB
 # The largest share of its memory limit that a process may use.
@@ -18,6 +18,7 @@ ANSWER_LIMIT_S = 10.0
 # The longest time that the event loop may be blocked.
 STALL_LIMIT_S = 1.0
 # The other tenant's p99 latency under attack may be LATENCY_FACTOR times the undisturbed one, or
-# LATENCY_ALLOWANCE_S above it, whichever is more: other programs use the processors too.
+# the undisturbed one plus LATENCY_ALLOWANCE_S if that is more: other programs use the processors
+# too.
 LATENCY_FACTOR = 2.0
 LATENCY_ALLOWANCE_S = 0.25

@@ -1,4 +1,4 @@
-"""The table of what attacks did, the worst first, and the commands that repeat the bad ones."""
+"""The table of the attacks' effects, the worst first, and the commands that repeat the bad ones."""
 
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
@@ -7,13 +7,13 @@ from .limits import MIB
 from .verdict import Latency, Result
 
 PROGRAM = "python -m tests.test_hostile"
-# The lines shown on a screen; the rest is in a file.
+# The number of lines on a screen; the rest is in a file.
 SHOWN = 40
 _NAME = 70
 
 
 def repeat(result: Result) -> str:
-    """The command that throws the same attack again."""
+    """The command that repeats the attack."""
     name = result.attack.name
     first = name.split(" ", 1)[0]
     return f'{PROGRAM} --attack "{first if first[:1].isdigit() and "/" in first else name}"'

@@ -1,4 +1,4 @@
-"""The attacks that were found by hand, each by its name; they are always tried first."""
+"""Attacks that were found by hand, each by its name; they are always tried first."""
 
 import asyncio
 import json
@@ -16,7 +16,7 @@ from .world import EMBEDDER, LOOPING, Target
 CHAT, COMPLETIONS, TOKENIZE = "/v1/chat/completions", "/v1/completions", "/tokenize"
 MIB = 2**20
 Play = Callable[[Target], Awaitable[Answer]]
-# The Kubelet's probes fail three times in this time.
+# The kubelet's probes fail three times in this period.
 HELD_S = 4.0
 
 
@@ -29,7 +29,7 @@ def _attack(name: str, client: Client, play: Play, *, spoils: bool = False) -> A
 
 
 def ask(path: str, content: bytes, times: int = 1) -> Play:
-    """A request of the tenant that attacks."""
+    """A request of the attacking tenant."""
     return lambda target: many(target.api, [post(path, content, target.attacker)] * times)
 
 
@@ -105,7 +105,8 @@ def _bodies() -> Iterator[Attack]:
 
 
 async def _loop(target: Target) -> Answer:
-    """During the attack another tenant's chat with the model must be answered."""
+    """Sends a chat whose template loops; meanwhile another tenant's chat with the model must be
+    answered."""
 
     def chat(key: str, loops: int) -> bytes:
         return post(CHAT, fields(CHAT, model=LOOPING, chat_template_kwargs={"loops": loops}), key)
@@ -116,7 +117,7 @@ async def _loop(target: Target) -> Answer:
 
 
 def _variable(name: str) -> Play:
-    """The next request of the same connection must be answered too."""
+    """Sends a template variable; the next request of the same connection must be answered too."""
 
     async def play(target: Target) -> Answer:
         stays = {"Connection": "keep-alive"}
@@ -145,7 +146,7 @@ def _variable(name: str) -> Play:
 
 
 def product(count: int) -> dict[str, Any]:
-    """A schema whose branches multiply: an automaton for each choice of them."""
+    """A schema whose branches multiply: each choice needs an automaton."""
     branches = [
         {"anyOf": [{"type": "string", "pattern": f"a{{{n}}}b"}, {"type": "object"}]}
         for n in range(count)
@@ -165,7 +166,7 @@ def _grammars() -> Iterator[Attack]:
 
 
 async def _hung_up(target: Target) -> Answer:
-    """During the attack other tenants' schemas and long prompts must be answered."""
+    """Disconnects; meanwhile other tenants' schemas and long prompts must be answered."""
     costly = fields(CHAT, response_format=as_format(product(40)))
     leaving = [asyncio.create_task(_leave(target, costly)) for _ in range(2)]
     await asyncio.wait(leaving)
@@ -201,7 +202,7 @@ def _neighbours() -> Iterator[Attack]:
 
 
 def _scrapers(name: str, port: Callable[[Target], int]) -> Iterator[Attack]:
-    """Requests to one process's port for metrics and health."""
+    """Sends requests to one process's port for metrics and health."""
     begun = b"GET /metrics HTTP/1.1\r\nX: "
     whole = b"GET /metrics HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n"
     plays: dict[str, Play] = {
@@ -237,7 +238,7 @@ async def _stored(target: Target) -> Answer:
 
 
 def form(content: bytes, name: str = "a.jsonl") -> tuple[bytes, dict[str, str]]:
-    """A form with a file for batches, and its header."""
+    """A form with a file for batches, and the header of the form."""
     edge = b"--edge\r\nContent-Disposition: form-data; "
     body = edge + b'name="purpose"\r\n\r\nbatch\r\n'
     body += edge + b'name="file"; filename="%b"\r\n\r\n' % name.encode() + content
@@ -258,7 +259,7 @@ async def _files(target: Target) -> Answer:
 
 
 async def _poisoned(target: Target) -> Answer:
-    """A batch whose only line is one that was costly as a request."""
+    """Sends a batch with one line, which was costly as a request."""
     wrong = [{"role": "user", "content": [1] * MIB}]
     line = {"custom_id": "a", "method": "POST", "url": CHAT}
     content = json.dumps({**line, "body": {"model": MODEL, "messages": wrong}}).encode() + b"\n"
@@ -279,7 +280,7 @@ async def _poisoned(target: Target) -> Answer:
 async def whole(
     target: Target, path: str, body: bytes, headers: dict[str, str], method: str = "POST"
 ) -> tuple[int, dict[str, Any]]:
-    """Status and JSON of an answer; 0 where the connection was closed."""
+    """The status and JSON of an answer; 0 if the connection was closed."""
     lines = head(path, target.attacker, {**headers, "Connection": "close"}, method)
     try:
         reader, writer = await asyncio.open_connection("127.0.0.1", target.api)

@@ -1,4 +1,5 @@
-"""Attacks that are no single exchange: crowds of connections, clients that dawdle or never read."""
+"""Attacks that are not a single exchange: many connections, slow clients, clients that never
+read."""
 
 import asyncio
 import socket
@@ -20,7 +21,7 @@ async def many(port: int, requests: Sequence[bytes]) -> Answer:
 
 
 async def crowd(port: int, count: int, sent: bytes, seconds: float) -> Answer:
-    """Connections that send something and then stay for so long, to be closed then by us."""
+    """Opens connections that send something and stay open for a while, until we close them."""
     held: list[socket.socket] = []
     loop = asyncio.get_running_loop()
     try:
@@ -39,7 +40,7 @@ async def crowd(port: int, count: int, sent: bytes, seconds: float) -> Answer:
 
 
 async def drip(port: int, count: int, beginning: bytes, seconds: float) -> Answer:
-    """Connections that send a byte each half second."""
+    """Opens connections that send a byte every half second."""
     ends = time.monotonic() + seconds
 
     async def one() -> None:
@@ -59,7 +60,7 @@ async def drip(port: int, count: int, beginning: bytes, seconds: float) -> Answe
 
 
 async def never_read(port: int, request: bytes, seconds: float) -> Answer:
-    """Reads nothing of an answer for so long."""
+    """Reads nothing of an answer for a while."""
     began = time.monotonic()
     loop = asyncio.get_running_loop()
     with socket.socket() as connection:
@@ -81,7 +82,7 @@ def _is_closed(connection: socket.socket) -> bool:
 
 
 async def reset(port: int, request: bytes, count: int) -> Answer:
-    """Sends whole requests and leaves at once, with RST."""
+    """Sends complete requests and resets the connections at once."""
     began = time.monotonic()
     loop = asyncio.get_running_loop()
     for _ in range(count):

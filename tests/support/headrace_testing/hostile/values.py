@@ -1,4 +1,4 @@
-"""Values that no field expects: of the wrong type, too many, too long, too deep, not of JSON."""
+"""Values that no field expects: of the wrong type, too many, too long, too deep, or not JSON."""
 
 import json
 from collections.abc import Callable, Mapping
@@ -46,7 +46,7 @@ def _just(text: str) -> Maker:
     return lambda _sample, _size: text.encode()
 
 
-# Each takes the JSON of a value that the field allows, and about how many bytes it may make.
+# Each takes the JSON of a value that the field allows, and the approximate number of bytes to make.
 MAKERS: Mapping[str, Maker] = {
     "numbers": _listed(b"1"),
     "nulls": _listed(b"null"),

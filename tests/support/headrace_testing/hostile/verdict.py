@@ -17,9 +17,10 @@ from .limits import (
 from .watch import Event
 from .world import Watched
 
-# Of the time of an answer; longer than the pause between two samples of a process's children.
+# The part of an answer's time that matters; longer than the pause between two samples of a
+# process's children.
 SLICE_S = 0.5
-# Violations of memory begin with this.
+# Violations of memory limits begin with this.
 MEMORY_PREFIX = "memory: "
 
 
@@ -55,7 +56,7 @@ def judge(
     settled: bool,
     ended: float,
 ) -> Result:
-    """`ended` is the monotonic time at which the attack had its answer."""
+    """Judges an attack. `ended` is the monotonic time at which the attack had its answer."""
     memory = {
         each.name: max((e.value for e in events if _is(e, "memory", each.name)), default=0)
         for each in watched
@@ -181,7 +182,7 @@ def _answered(answer: Answer, free_seconds: float) -> Iterable[str]:
 
 @dataclass(frozen=True, slots=True)
 class Latency:
-    """p99 of the other tenant: between two tokens and until the first, in seconds."""
+    """The other tenant's p99 latencies in seconds: between two tokens, and until the first one."""
 
     gap: float
     first: float

@@ -1,7 +1,7 @@
 """Watches the processes under attack from a process of its own, which the attacks do not slow.
 
-Samples their memory, asks for their health, and is the other tenant: it streams without a pause and
-sends light requests. Where a process takes more than its limit it is killed, as in a pod.
+Samples their memory, asks for their health, and plays the other tenant: it streams without a pause
+and sends light requests. Kills a process that takes more memory than its limit, as in a pod.
 """
 
 import asyncio
@@ -25,7 +25,7 @@ from .world import Target, Watched
 
 SAMPLE_S = 0.02
 LIGHT_S = 0.05
-# Between two streams, as the engine needs a whole processor while one runs.
+# Between two streams, because the engine needs a whole processor while one runs.
 PAUSE_S = 0.15
 CHILDREN_EVERY = 10
 PAGE = os.sysconf("SC_PAGE_SIZE")
@@ -40,9 +40,9 @@ Kind = Literal[
 
 @dataclass(frozen=True, slots=True)
 class Event:
-    """`seconds` is how long something took from `began` on (monotonic); `value` is of its kind:
-    bytes, nanoseconds for which a process has run or waited for a processor, or whether it went
-    well."""
+    """`began` is the monotonic time of its start, and `seconds` its duration. The meaning of
+    `value` depends on the kind: bytes, nanoseconds for which a process has run or waited for a
+    processor, or whether something succeeded."""
 
     kind: Kind
     name: str
@@ -55,7 +55,7 @@ Tell = Callable[[Event], None]
 
 
 class Watch:
-    """The events that were seen so far."""
+    """The events so far."""
 
     def __init__(self, receiver: Connection) -> None:
         self._events: list[Event] = []
@@ -81,8 +81,8 @@ class Watch:
         return self._events[:]
 
     def settled(self, after: float, timeout_s: float = PATIENCE_S) -> bool:
-        """Waits until a light request that began after `after` has been answered, a stream has gone
-        on since, and memory has been sampled."""
+        """Waits until a light request that began after `after` has been answered, a stream has
+        continued since, and memory has been sampled."""
         limit = time.monotonic() + timeout_s
         while time.monotonic() < limit:
             recent = [event for event in self._events[-200:] if event.began > after]
@@ -108,7 +108,7 @@ def watching(target: Target, watched: Sequence[Watched]) -> Iterator[Watch]:
 
 
 def _observe(sender: Connection, target: Target, watched: Sequence[Watched]) -> None:
-    """The whole life of the watching process."""
+    """The main function of the watching process."""
     lock = threading.Lock()
 
     def tell(event: Event) -> None:
@@ -163,7 +163,7 @@ def _sample(watched: Sequence[Watched], tell: Tell) -> None:
 
 
 def _family(pid: int) -> list[int]:
-    """A process and all that come from it."""
+    """A process and its descendants."""
     found = [pid]
     for each in found:
         with suppress(OSError):
@@ -173,7 +173,10 @@ def _family(pid: int) -> list[int]:
 
 
 def memory(pids: Sequence[int], precise_above: int) -> int:
-    """Bytes that processes hold together. What they share counts once where there is much."""
+    """The memory that processes use together, in bytes.
+
+    Shared memory counts once if there is much of it.
+    """
     own, shared = 0, 0
     for pid in pids:
         with suppress(OSError):
@@ -227,7 +230,7 @@ def _proportional(pid: int) -> int:
     return 0
 
 
-# The one who probes, and the other tenant
+# The prober, and the other tenant
 
 
 async def _lag(tell: Tell) -> None:
@@ -291,7 +294,7 @@ async def _stream(target: Target, tell: Tell) -> None:
 
 
 async def _stream_once(target: Target, tell: Tell) -> None:
-    """One short chat. Raises ValueError where it is not answered in full."""
+    """Runs one short chat. Raises ValueError if it is not answered completely."""
     began = time.monotonic()
     reader, writer = await asyncio.open_connection("127.0.0.1", target.api)
     try:

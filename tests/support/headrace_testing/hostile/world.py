@@ -25,7 +25,7 @@ ATTACKER, BYSTANDER = "attacker", "bystander"
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """Where the processes under attack listen, and the keys of both tenants."""
+    """The addresses of the processes under attack, and the API keys of both tenants."""
 
     api: int
     gateway_metrics: int
@@ -36,7 +36,7 @@ class Target:
 
 @dataclass(frozen=True, slots=True)
 class Watched:
-    """One process with its children, and the memory that they may have together."""
+    """A process with its children, and the memory that they may use together."""
 
     name: str
     pid: int

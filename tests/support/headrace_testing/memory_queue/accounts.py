@@ -1,4 +1,4 @@
-"""Accounts of what tenants leave in a MemoryBackend, with the behaviour of those over Redis."""
+"""Accounts of the data that tenants store in a MemoryBackend, which behave like those in Redis."""
 
 from collections.abc import Iterable, Mapping
 

@@ -42,7 +42,8 @@ class MemoryBackend:
         self.clock = clock
         self.available = True
         self.shards: defaultdict[tuple[str, int], Shard] = defaultdict(Shard)
-        self.kept: dict[str, tuple[int, float]] = {}  # a model's shards, and until when
+        # a model's shards, and until when they are known
+        self.kept: dict[str, tuple[int, float]] = {}
         numbers = itertools.count(1)
         self.frames: defaultdict[str, Log] = defaultdict(lambda: Log(numbers))
         self.controls: defaultdict[str, Log] = defaultdict(lambda: Log(numbers))
@@ -65,7 +66,7 @@ class MemoryBackend:
         return self.gateways.get(gateway_id, 0.0) > self.clock()
 
     def shards_of(self, model: str) -> list[Shard]:
-        """The model's shards in which there may be something."""
+        """The model's shards that may contain something."""
         count, until = self.kept.get(model, (1, 0.0))
         return [self.shard(model, n) for n in range(count if until > self.clock() else 1)]
 
@@ -150,7 +151,7 @@ class MemoryBackend:
         polite: bool,
         left: float,
     ) -> tuple[Record | None, str]:
-        """Queues a request again that has ended, or leaves that to its gateway."""
+        """Queues an ended request again, or leaves that to its gateway."""
         now = self.clock()
         if record.fingerprint != fingerprint(request):
             raise _conflict(request)
@@ -194,12 +195,12 @@ class MemoryBackend:
         return record, former
 
     def waiting(self, shard: Shard) -> tuple[int, int]:
-        """Requests and tokens that wait."""
+        """The number of waiting requests, and their tokens."""
         ids = [rid for queue in shard.waiting.values() for rid in queue]
         return len(ids), sum(shard.records[rid].tokens for rid in ids)
 
     def waiting_of(self, shard: Shard, tenant: str) -> int:
-        """A tenant's waiting requests."""
+        """The number of a tenant's waiting requests."""
         ids = [rid for queue in shard.waiting.values() for rid in queue]
         return sum(shard.records[rid].tenant == tenant for rid in ids)
 
@@ -222,7 +223,7 @@ class MemoryBackend:
         return turn
 
     def _take(self, shard: Shard, priority: int, most: int, turn: Round) -> bool:
-        """Takes from one class while there is room; whether that left it empty."""
+        """Takes from one class while there is room; returns whether that emptied it."""
         queue, end = shard.waiting[priority], len(turn.taken) + most
         while len(turn.taken) < end and not turn.stopped:
             rid = queue.first()
@@ -232,7 +233,7 @@ class MemoryBackend:
         return False
 
     def _deal(self, shard: Shard, queue: FairQueue, rid: str, turn: Round) -> None:
-        """Deals with the next request of a class."""
+        """Handles the next request of a class."""
         record = shard.records[rid]
         if record.deadline <= self.clock():
             self._remove_placed(shard, rid)
@@ -253,7 +254,8 @@ class MemoryBackend:
         shard.placed.remove(record.priority, record.placed, rid)
 
     def _gives_way(self, shard: Shard, rid: str, turn: Round) -> bool:
-        """Whether the next request, placed with another engine, is not for this one now."""
+        """Whether the next request, which is placed with another engine, is not yet for this
+        one."""
         record = shard.records[rid]
         queue = shard.waiting[record.priority]
         candidates = [
@@ -330,7 +332,7 @@ class MemoryBackend:
         return taken, endings
 
     def owned(self, shard: Shard, rid: str, engine: str, attempt: int | None) -> Record | None:
-        """The record where the engine owns the request in that attempt (None: any)."""
+        """The record if the engine owns the request in this attempt (None: any)."""
         record = shard.records.get(rid)
         if record is None or record.owner != engine:
             return None
@@ -387,7 +389,7 @@ class MemoryBackend:
         return True
 
     def cancel(self, shard: Shard, rid: str) -> str:
-        """CANCEL: the engine to tell, or ""."""
+        """CANCEL: returns the engine to tell, or ""."""
         record = shard.records.get(rid)
         if record is None:
             return ""
@@ -415,7 +417,7 @@ class MemoryBackend:
         record.expires = self.clock() + max(keys.ENDED_TTL_MS / 1000, record.keep)
 
     def wipe(self) -> None:
-        """Loses everything, as an emptied Redis; readers and waiters stay connected."""
+        """Loses all data, like an emptied Redis; readers and waiters stay connected."""
         for shard in self.shards.values():
             shard.records.clear()
             shard.dead_letters.clear()
@@ -439,5 +441,5 @@ def _conflict(request: GenerateRequest) -> RequestConflict:
 
 
 def _running(shard: Shard) -> dict[str, int]:
-    """Started requests of each engine."""
+    """The running requests of each engine."""
     return Counter(record.consumer for _, record in shard.started())

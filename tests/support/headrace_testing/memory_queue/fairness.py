@@ -1,5 +1,4 @@
-"""Orders waiting requests in memory, by the rules of lua/joining.lua and lua/leaving.lua in
-Python."""
+"""Orders waiting requests in memory, by the same rules as lua/joining.lua and lua/leaving.lua."""
 
 from collections.abc import Iterator
 
@@ -11,7 +10,10 @@ TENANTS_SEEN = 16
 
 
 class Counters:
-    """Tokens that each tenant has used, as far as they count; "" for the last one served."""
+    """The tokens that each tenant has used, as far as they count.
+
+    The key "" is the tenant served last.
+    """
 
     def __init__(self) -> None:
         self._used: dict[str, int] = {}
@@ -58,7 +60,7 @@ class FairQueue:
         self._lists.setdefault(tenant, []).append(request_id)
 
     def first(self) -> str | None:
-        """The next request; stays where it is."""
+        """The next request, which stays in the queue."""
         if not self._stream:
             self._refill()
         return self._stream[0] if self._stream else None
@@ -67,11 +69,11 @@ class FairQueue:
         return self._stream.pop(0)
 
     def blocked(self, request_id: str) -> bool:
-        """Whether it is in its tenant's list."""
+        """Whether the request is in its tenant's list."""
         return any(request_id in requests for requests in self._lists.values())
 
     def oldest(self) -> list[str]:
-        """The first in the lists of the tenants that are next."""
+        """The first requests in the lists of the tenants that are next."""
         return [self._lists[tenant][0] for tenant in self._by_use()[:TENANTS_SEEN]]
 
     def pass_over(self, request_id: str) -> None:
@@ -117,7 +119,7 @@ class FairQueue:
             self._forget(tenant)
 
     def _by_use(self) -> list[str]:
-        """Tenants with lists, who has used least first."""
+        """Tenants with lists, those that have used the least first."""
         return sorted(self._lists, key=lambda name: (self._counters.used(name), name.encode()))
 
     def _forget(self, tenant: str) -> None:

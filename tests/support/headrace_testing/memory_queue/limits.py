@@ -1,4 +1,4 @@
-"""Usage of API keys in this process, by the rules of the scripts."""
+"""The usage of API keys in this process, by the same rules as the scripts."""
 
 import math
 import time
@@ -23,7 +23,7 @@ SLACK = 1e-6
 
 @dataclass(slots=True)
 class _Usage:
-    """One key's; times in milliseconds."""
+    """The usage of one key; times are in milliseconds."""
 
     requests: float = 0.0
     tokens: float = 0.0
@@ -38,7 +38,7 @@ class _Usage:
         self.at = now
 
     def refusal(self, rates: Rates, tokens: int) -> tuple[RateLimit | None, float, float]:
-        """The limit with the longest wait, that wait in ms, and what is used of it."""
+        """The limit with the longest wait, that wait in ms, and the used amount of the limit."""
         found: list[tuple[float, RateLimit, float]] = []
         running = len(self.leases)
         if rates.concurrency and running >= rates.concurrency:
@@ -57,7 +57,7 @@ class _Usage:
 
 
 class MemoryKeyUsage:
-    """See KeyUsage. `clock` gives seconds; `available` False plays an outage."""
+    """See KeyUsage. `clock` gives seconds; `available` False simulates an outage."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self.available = True

@@ -1,4 +1,4 @@
-"""Gateway's and engine's side of a MemoryBackend, with the behaviour of those over Redis."""
+"""Gateway's and engine's side of a MemoryBackend, which behave like those over Redis."""
 
 import asyncio
 import math
@@ -246,7 +246,8 @@ class MemoryEngineQueue:
         self._attempts = AttemptHistory()
         self._woken = 0
         self._left: set[str] = set()
-        self._free_at = math.inf  # when any engine may take requests left to another
+        # the time from which any engine may take requests that are placed with another
+        self._free_at = math.inf
 
     async def start(self) -> None:
         self._woken = self._backend.shard(self._model, self.shard).wakeups

@@ -1,4 +1,4 @@
-"""Records of requests in the queue in memory, and the leases made from them."""
+"""Records of requests in the queue in memory, and the leases that are made from them."""
 
 import math
 from dataclasses import dataclass, field
@@ -33,14 +33,14 @@ class Record:
     progress: int = 0
     progress_at_take: int = 0
     executing: bool = False
-    beaten: float = -math.inf  # when its owner last beat; -inf: claimable at once
+    beaten: float = -math.inf  # the time of its owner's last beat; -inf: claimable at once
     outcome: Outcome | None = None
     why: FailureCode | None = None
     expires: float = math.inf
     keep: float = 0.0
-    consumer: str = ""  # who took it last, also where that has given it back
-    placed: str = ""  # with which engine
-    hold: float = 0.0  # how long it waits for that
+    consumer: str = ""  # the engine that took it last, even if it has given it back
+    placed: str = ""  # the engine with which it is placed
+    hold: float = 0.0  # how long it waits for that engine
     passes: int = 0
     lost_at: float = -math.inf
     anew: int = 0  # how often it was queued again after its end
@@ -52,11 +52,11 @@ class Record:
 
     @property
     def undecided(self) -> bool:
-        """Whether it has ended without having to."""
+        """Whether the request has ended without a final outcome."""
         return self.ended and self.why in UNDECIDED
 
     def goes_on(self, gateway: str, seen: int | None, *, disputed: bool) -> bool:
-        """Whether it is queued again though it has ended, for a gateway that has it."""
+        """Whether the request is queued again although it has ended, for a gateway that has it."""
         known = seen is not None and self.attempt <= seen and self.gateway == gateway
         other = disputed and known and self.state == "done" and not self.given
         lost = self.undecided and (self.why is FailureCode.LOST or seen is not None)
@@ -78,7 +78,7 @@ class Record:
 
     @property
     def counted_failures(self) -> int:
-        """The number of failures, with the one of an owner that was silent while the request
+        """The number of failures, including that of an owner that fell silent while the request
         ran."""
         if not self.executing:
             return self.failures
@@ -128,7 +128,7 @@ class Taken:
 
 @dataclass(frozen=True, slots=True)
 class Ending:
-    """A request that the queue ended."""
+    """A request that the queue has ended."""
 
     request_id: str
     attempt: int

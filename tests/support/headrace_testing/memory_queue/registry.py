@@ -1,4 +1,4 @@
-"""The registry of models in a MemoryBackend, with the behaviour of that over Redis."""
+"""The registry of models in a MemoryBackend, which behaves like that in Redis."""
 
 import secrets
 
@@ -36,10 +36,10 @@ class MemoryModelRegistry:
         return (await self.models()).get(name)
 
     async def grant(self, name: str, grant: RegistrationGrant) -> None:
-        """Nothing to do: in memory there are no users."""
+        """Does nothing: in memory there are no users."""
 
     async def revoke(self, name: str) -> None:
-        """Nothing to do: in memory there are no users to forget."""
+        """Does nothing: in memory there are no users."""
 
     async def register(self, model: RegisteredModel, files: Files) -> None:
         encode_entry(model)

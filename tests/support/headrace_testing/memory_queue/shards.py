@@ -1,4 +1,4 @@
-"""Parts of the queue in memory: a model's shards, one TAKE of them, streams of messages."""
+"""Parts of the queue in memory: a model's shards, the state of one TAKE, streams of messages."""
 
 import asyncio
 import math
@@ -36,7 +36,7 @@ class Shard:
         self.placed = Placed()
 
     def started(self) -> Iterable[tuple[str, Record]]:
-        """Running requests, oldest first."""
+        """The running requests, the oldest first."""
         return [(rid, r) for rid, r in self.records.items() if r.state == "running"]
 
     def count_ending(self, now: float) -> None:
@@ -55,9 +55,10 @@ class Shard:
 
 @dataclass(slots=True)
 class Round:
-    """One TAKE. `most` requests, prompt tokens for which there is `room`.
+    """The state of one TAKE.
 
-    `stopped`: the next request does not fit, or is another engine's; in that case until `free_at`.
+    It may take `most` requests, and prompt tokens while there is `room`. `stopped` says that the
+    next request does not fit or, until `free_at`, belongs to another engine.
     """
 
     engine: str
@@ -70,12 +71,12 @@ class Round:
 
     @property
     def left(self) -> int:
-        """The number of further requests that it may take."""
+        """How many more requests it may take."""
         return self.most - len(self.taken)
 
 
 class Log:
-    """A stream of messages with something to wait for; a reader keeps its own position.
+    """A stream of messages on which readers can wait; a reader keeps its own position.
 
     Each message has a number that grows over all logs of a backend.
     """

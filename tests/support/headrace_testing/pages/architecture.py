@@ -30,7 +30,10 @@ class Stop:
 
     @property
     def link(self) -> str:
-        """The function at its line. Fails where the file has no such function, or two of them."""
+        """Returns a link to the line of a function.
+
+        Fails if the file has no such function, or two of them.
+        """
         lines = [line for name, line in functions(self.file) if name.endswith(f".{self.function}")]
         assert len(lines) == 1, f"{self.file} has {len(lines)} functions named {self.function}"
         return f"[`{Path(self.file).name}`: `{self.function}`](../{self.file}#L{lines[0]})"
@@ -174,7 +177,8 @@ def way(stops: Sequence[Stop]) -> str:
 
 
 def files(stops: Sequence[Stop]) -> set[str]:
-    """The functions' files in gateway or engine; files of the queue are not counted."""
+    """The files of the gateway or engine that contain the functions; files of the queue are not
+    counted."""
     return {stop.file for stop in stops if not stop.file.startswith(_QUEUE)}
 
 

@@ -28,7 +28,7 @@ terminals alone, and `NO_COLOR=1` turns them off.
 
 
 def commands(group: Any = None, name: str = "headrace") -> Iterator[tuple[str, Any]]:
-    """Every command with its whole name, in the order of the help; groups are left out."""
+    """Every command with its full name, in the order of the help; groups are left out."""
     group = group or get_command(app)
     for word, command in group.commands.items():
         if hasattr(command, "commands"):
@@ -57,7 +57,7 @@ def _section(name: str, command: Any) -> str:
 
 
 def _row(parameter: Any, context: Any) -> str | None:
-    """A row of the table; None for what help does not show."""
+    """A row of the table; None for a command that the help does not show."""
     record = parameter.get_help_record(context)
     if record is None:
         return None

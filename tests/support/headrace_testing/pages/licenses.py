@@ -1,6 +1,6 @@
 """docs/licenses.md: the licence of every Python package that an image ships.
 
-`make generated` writes it on Linux, from what the packages installed here say of themselves.
+`make generated` writes it on Linux, from the metadata of the packages installed here.
 """
 
 import re
@@ -9,7 +9,7 @@ from importlib.metadata import PackageMetadata, PackageNotFoundError, metadata
 from ..locks import IMAGES, ROOT, pins
 
 PAGE = ROOT / "docs" / "licenses.md"
-LONGEST = 80  # a longer text is a whole licence, not its name
+LONGEST = 80  # a longer text is the whole licence, not its name
 HEAD = """# Licences
 
 Every Python package that the images ship beside Headrace itself, in the versions of

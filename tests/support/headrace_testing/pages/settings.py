@@ -27,7 +27,7 @@ INTRODUCTION = """\
 
 Each process reads its settings once, from flags and from the environment; flags win. The gateway's
 `max_connections` is `--max-connections` or `HEADRACE_GATEWAY_MAX_CONNECTIONS`. A process with an
-invalid value does not start, and names it. It logs variables with its prefix that are no settings.
+invalid value does not start, and names it. It logs variables with its prefix that are not settings.
 Lists and objects are JSON.
 
 `make generated` writes this page from the settings' classes.
@@ -73,7 +73,7 @@ def _default(field: FieldInfo) -> str:
 
 
 def _choices(annotation: Any) -> str:
-    """The values of a setting whose type is a Literal."""
+    """The values of a setting of type Literal."""
     if get_origin(annotation) is not Literal:
         return ""
     return f" ({', '.join(f'`{value}`' for value in get_args(annotation))})"

@@ -5,7 +5,7 @@ import os
 import sys
 from typing import Any
 
-os.environ["LITELLM_LOCAL_MODEL_COST_MAP"] = "True"  # it would ask the network for prices
+os.environ["LITELLM_LOCAL_MODEL_COST_MAP"] = "True"  # otherwise it would ask the network for prices
 
 import litellm
 
@@ -16,7 +16,7 @@ def main(url: str) -> None:
     where: dict[str, Any] = {"api_base": f"{url}/v1", "api_key": "none", "timeout": 60}
     request = {
         **where,
-        "model": f"openai/{CHAT}",  # its hosted_vllm takes additionalProperties away
+        "model": f"openai/{CHAT}",  # its hosted_vllm removes additionalProperties
         "messages": [{"role": "user", "content": HELLO}],
         "max_tokens": MAX_TOKENS,
         "temperature": 0,

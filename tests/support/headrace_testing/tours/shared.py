@@ -1,7 +1,7 @@
 """Tours of the API by its clients' libraries, each a program of its own: `python -m ... URL`.
 
-Apart from the tests' process, since some of these libraries take seconds to import, warn, and
-change what belongs to the whole process.
+They run outside the tests' process, since some of these libraries take seconds to import, warn, and
+change process-wide state.
 """
 
 from typing import Any
@@ -18,6 +18,6 @@ MAX_TOKENS = 64
 
 
 def check_place(found: Any) -> None:
-    """Checks an answer that was asked for with SCHEMA."""
+    """Checks an answer that was requested with SCHEMA."""
     assert set(found) == {"city", "days"}, found
     assert found["city"] in ("Paris", "Rome") and found["days"] in (1, 2, 3), found

@@ -18,7 +18,7 @@ from redis.exceptions import TimeoutError as RedisTimeoutError
 from .multiplexed_connection import MultiplexedConnection
 
 SCAN_PAGE = 1000
-# If a reply takes longer, it is large or the server is away: other connections are used.
+# If a reply takes longer, it is large or the server is unreachable: other connections are used.
 BUSY_SECONDS = 0.02
 Argument = str | bytes | int | float
 Command = tuple[Argument, ...]
@@ -54,7 +54,7 @@ class RedisClient(ABC):
 
     @abstractmethod
     def fail_pending(self, error: RedisError) -> None:
-        """Fails, with this error, the commands that wait for servers that are away."""
+        """Fails, with this error, the commands that wait for unreachable servers."""
 
     @abstractmethod
     async def close(self) -> None:

@@ -32,7 +32,7 @@ from .slots import SlotMap, slot_of
 logger = logging.getLogger(__name__)
 
 REDIRECTIONS = 5
-ASK_SECONDS = 2.0  # for one node that is asked for the slots
+ASK_SECONDS = 2.0  # seconds, for one node that is asked for the slots
 _BROKEN = (RedisConnectionError, RedisTimeoutError, ClusterDownError)
 _ASKING: Command = ("ASKING",)
 
@@ -187,8 +187,8 @@ class ClusterClient(RedisClient):
             raise
         except ResponseError as error:
             raise BackendUnfit(
-                f"redis at {_said(node)} is no node of a cluster ({error}): use the scheme redis "
-                "or redis+sentinel"
+                f"redis at {_said(node)} is not a node of a cluster ({error}): use the scheme "
+                "redis or redis+sentinel"
             ) from error
         return reply
 

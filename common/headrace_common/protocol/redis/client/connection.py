@@ -1,4 +1,4 @@
-"""Connections to Redis or Valkey, and the check that a server can keep the protocol's promises.
+"""Connections to Redis or Valkey, and the check that a server can give the protocol's guarantees.
 
 The client library repeats no command, since a repetition after a lost reply could write twice. Safe
 commands are repeated here. Blocking reads have connections of their own.
@@ -47,7 +47,7 @@ _BROKEN = (RedisConnectionError, RedisTimeoutError, ReadOnlyError, MasterDownErr
 _LEFT = (ReadOnlyError, MasterDownError, RedisTimeoutError)
 _DEMOTED = ("NOREPLICAS", "UNBLOCKED")
 _MOVING = (AskError, ClusterDownError, MovedError, TryAgainError)
-PROBES = 8  # slots of a cluster that are tried until one can be used
+PROBES = 8  # slots of a cluster that are tried until one is usable
 _SCHEMES = {
     "standalone": "redis://HOST:6379/0",
     "sentinel": "redis+sentinel://HOST1:26379,HOST2:26379/MASTER/0",
@@ -135,7 +135,7 @@ class Connection:
         await self.attempt(lambda: self.clock.measure(ask))
 
     def watch(self, patience: float) -> None:
-        """From now on checks the server when commands are late.
+        """From now on, checks the server whenever commands are late.
 
         While it has not answered for `patience` seconds, `attempt` fails immediately. Nodes of a
         cluster are not watched: each has other keys and fails independently.
@@ -170,8 +170,8 @@ def translate(error: RedisError) -> HeadraceError | None:
 def _says(error: RedisError, codes: tuple[str, ...]) -> bool:
     """Whether a server's error has this code.
 
-    In scripts of Redis 6 the place of the failure comes before the code; in redis-py's pipelines
-    the command does.
+    In scripts of Redis 6, the position of the failure precedes the code; in redis-py's pipelines,
+    the command precedes it.
     """
     text = str(error)
     return text.startswith(codes) or any(
@@ -204,9 +204,9 @@ def server_version(info: dict[str, Any]) -> tuple[int, ...]:
 
 
 async def check_backend(connection: Connection, model: str | None = None) -> None:
-    """Checks that a server can keep the protocol's promises; with `model`, for an engine of it.
+    """Checks that a server can give the protocol's guarantees; with `model`, for an engine of it.
 
-    Nodes of a cluster that are away are not checked, since the others work without them. Raises
+    Unreachable nodes of a cluster are not checked, since the others work without them. Raises
     BackendUnfit, which names the problem and the remedy, or BackendUnavailable.
     """
     for info in await connection.attempt(lambda: _infos(connection), tries=3):

@@ -43,15 +43,15 @@ class DetachableConnection(AbstractConnection):
         self.detach()
         if writer is not None:
             writer.transport.abort()
-            with suppress(OSError):  # what ended it
+            with suppress(OSError):  # the error that ended it
                 await writer.wait_closed()
 
 
 class TcpConnection(DetachableConnection, Connection):
     """A connection over TCP.
 
-    It looks up its host itself: uvloop's create_connection, when it is cancelled, leaves a lookup
-    whose later failure would be logged as an exception that was never retrieved.
+    It resolves its host itself: a cancelled create_connection of uvloop leaves a lookup, whose
+    failure would be logged as an exception that was never retrieved.
     """
 
     _address = ""

@@ -19,10 +19,10 @@ from .client import RedisClient
 
 logger = logging.getLogger(__name__)
 
-PAUSE = 0.1  # seconds until a command is late, and between two questions
-TICKS = 8  # of the patience
-# A tick that takes this much longer than planned means that this machine is busy, not that Redis is
-# away, so it is not counted.
+PAUSE = 0.1  # seconds after which a command is late, and between two checks
+TICKS = 8  # as fractions of the patience
+# If a tick takes this much longer than planned, this machine is busy rather than Redis unreachable,
+# so it is not counted.
 LATE_TICK = 1.5
 
 
@@ -40,10 +40,13 @@ class Presence:
         self._watching: asyncio.Task[None] | None = None
         self._late = asyncio.Event()
         self._away: RedisError | None = None
-        self._answers = 0  # to commands
+        self._answers = 0  # answers to commands
 
     def needed(self) -> AbstractContextManager[None]:
-        """A context for a command. Raises BackendUnavailable if the server is known to be away."""
+        """A context for a command.
+
+        Raises BackendUnavailable if the server is known to be unreachable.
+        """
         if self._away is not None:
             raise BackendUnavailable(f"redis: {self._away}") from self._away
         return _UNWATCHED if self._watching is None else _WatchedCommand(self._late, self._answered)
@@ -54,7 +57,7 @@ class Presence:
     def watch(self, patience: float) -> None:
         """From now on until `close`, asks the server while commands are late.
 
-        A server that has not answered for `patience` seconds is away.
+        A server that has not answered for `patience` seconds counts as unreachable.
         """
         self._watching = asyncio.create_task(self._watch(patience), name="presence of redis")
 
@@ -85,9 +88,10 @@ class Presence:
         self._away = None
 
     def _has_gone(self, error: RedisError) -> None:
-        """Marks the server as away and asks it until it is back, with or without commands."""
+        """Marks the server as unreachable and asks it until it answers, with or without
+        commands."""
         if self._away is None:
-            logger.warning("redis is away; requests get 503", extra={"error": str(error)})
+            logger.warning("redis is unreachable; requests get 503", extra={"error": str(error)})
         self._away = error
         self._late.set()
         self._fail_pending(error)
@@ -96,7 +100,7 @@ class Presence:
 class _WatchedCommand:
     """Reports while its block runs that the command is late, and then that it was answered.
 
-    A class, as a generator costs each command several times as much.
+    It is a class because a generator would cost each command several times as much.
     """
 
     __slots__ = ("_answered", "_handle", "_late", "_loop")

@@ -23,7 +23,7 @@ logger = logging.getLogger(__name__)
 
 Locate = Callable[[], Awaitable[Address]]
 
-ASK_SECONDS = 2.0  # for one Sentinel; all are asked at once
+ASK_SECONDS = 2.0  # seconds for one Sentinel; all are asked at once
 
 
 class Sentinels:

@@ -48,7 +48,10 @@ class SlotMap:
         self._moved: dict[int, Address] = {}
 
     def load(self, reply: Sequence[Any], asked: Address) -> None:
-        """Takes the reply of CLUSTER SLOTS; a node that leaves its host out is the one `asked`."""
+        """Reads the reply of CLUSTER SLOTS.
+
+        A node that omits its own host is the one that was `asked`.
+        """
         ranges = sorted((int(first), int(last), master) for first, last, master, *_ in reply)
         self._firsts = [first for first, _, _ in ranges]
         self._ranges = [(last, _address(master, asked)) for _, last, master in ranges]

@@ -23,7 +23,7 @@ local function enter(queue, rid, version, at)
 end
 
 -- Takes a blocked request out of its tenant's list; false where it is not there.
-local function unpark(priority, tenant, rid)
+local function unblock(priority, tenant, rid)
   local list, listed = list_of(priority, tenant), LISTED[priority]
   local removed = redis.call('LREM', list, 0, rid)
   counts[listed] = counts[listed] - removed
@@ -38,7 +38,7 @@ local function look_up(rid)
 end
 
 -- Takes the next blocked request out of its list; returns its id and its fields, or nil.
-local function unpark_next(priority)
+local function unblock_next(priority)
   local key, listed = waiting_tenants(priority), LISTED[priority]
   while true do
     local tenant = redis.call('ZRANGE', key, 0, 0)[1]
@@ -63,7 +63,7 @@ end
 -- Keeps an entry in the stream, which wakes engines, while requests of the priority wait.
 local function keep_head(queue, priority)
   if not all_listed(priority) then return end
-  local rid, v = unpark_next(priority)
+  local rid, v = unblock_next(priority)
   if rid then enter(queue, rid, v[6], v[12]) end
 end
 
@@ -77,7 +77,7 @@ end
 -- Takes a waiting request out of the queue.
 local function unqueue(queue, priority, rid, mid, tenant, tokens)
   if mid == BLOCKED then
-    unpark(priority, tenant, rid)
+    unblock(priority, tenant, rid)
   else
     drop(queue, mid)
   end

@@ -2,12 +2,12 @@
 -- next request in the queue is placed with another engine.
 --
 -- The engine takes a request that is placed with itself, if one may pass the next request. Otherwise it
--- leaves the next request to the other engine while that request is held, and then takes it. Three bounds
--- keep the order between tenants and that of arrival (Cao et al., "Locality-aware Fair Scheduling in LLM
--- Serving", 2025).
+-- leaves the next request to the other engine for the hold time, and then takes it. Three bounds limit how
+-- far this may change the order between tenants and the order of arrival (Cao et al., "Locality-aware Fair
+-- Scheduling in LLM Serving", 2025).
 local PASSES = 16 -- the most requests that may pass one request
 local SLACK = 8192 -- the most tokens by which the passing request's tenant may have used more
-local WINDOW = 10 -- a passing request must have come within this many hold times of the other
+local WINDOW = 10 -- a passing request may have arrived at most this many hold times after the other
 local CHOICE = 4 -- the number of the engine's own requests that are considered
 local TENANTS_SEEN = 16 -- the number of tenants whose oldest waiting request is considered
 
@@ -43,9 +43,9 @@ local function first_own(engine, next_one, room, version)
   end
 end
 
--- Writes the engine's own request to the stream, and after it the next one, whose entry was removed.
+-- Writes the engine's own request to the stream, followed by the next one, whose entry was removed.
 local function pass(queue, next_one, rid, r)
-  unpark(next_one.priority, r[5], rid)
+  unblock(next_one.priority, r[5], rid)
   enter(queue, rid, r[3], r[6])
   enter(queue, next_one.rid, next_one.version, next_one.at)
   redis.call('HINCRBY', RECORDS .. next_one.rid, 'ps', 1)

@@ -13,7 +13,7 @@ local u, v, duration = read_usage(usage, requests, tokens, now)
 local back = tonumber(ARGV[5])
 if back == 0 then
   local ran = tonumber(ARGV[6])
-  duration = duration == 0 and ran or duration + USUAL * (ran - duration)
+  duration = duration == 0 and ran or duration + LAST_WEIGHT * (ran - duration)
 end
 u, v = math.max(0, u - back), math.max(0, v + tonumber(ARGV[4]))
 write_usage(usage, requests, tokens, now, u, v, duration, ARGV[7])

@@ -128,7 +128,7 @@ end
 -- Moves the next blocked request into the stream; returns its entry's id, its own, and its record
 -- with that entry, which only deal() writes.
 local function refill(queue, priority)
-  local rid, v = unpark_next(priority)
+  local rid, v = unblock_next(priority)
   if not rid then return end
   v[2] = append(queue, rid, v[6], v[12])
   return v[2], rid, v

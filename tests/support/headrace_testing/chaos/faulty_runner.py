@@ -1,8 +1,8 @@
 """The engine's real model runner with faults on demand, inside a real engine process.
 
-After HANG the next step never ends, after RAISE a step raises, some steps later. A prompt that
-holds POISON kills the process, as a kernel that crashes would; a Fate may do so too. Each step
-takes at least STEP_S, so that faults strike streams that run; waiting costs no CPU.
+After the signal HANG the next step never ends. After RAISE, a step raises some steps later. A
+prompt with the token POISON kills the process, as a crashing kernel would; a Fate may do so too.
+Each step takes at least STEP_S, so that faults hit streams while they run; waiting costs no CPU.
 """
 
 import os
@@ -24,12 +24,15 @@ STEP_S = 0.004
 STEPS_UNTIL_RAISE = 10
 
 
-class EvilForwardError(RuntimeError):
+class FaultyForwardError(RuntimeError):
     """Represents any error that a forward pass may raise."""
 
 
-class EvilRunner(ModelRunner):
-    """Made in the main thread, which alone may set handlers of signals."""
+class FaultyRunner(ModelRunner):
+    """A runner with faults.
+
+    Must be made in the main thread, which alone may set signal handlers.
+    """
 
     def __init__(self, fate: Fate, config: EngineConfig) -> None:
         super().__init__(config)
@@ -56,7 +59,7 @@ class EvilRunner(ModelRunner):
         if self._left is not None:
             self._left -= 1
             if self._left < 0:
-                raise EvilForwardError("a forward pass failed")
+                raise FaultyForwardError("a forward pass failed")
         result = super().execute(scheduler_output)
         self._fate.meet(Moment.PREFILL if scheduler_output.prefill_tokens else Moment.DECODE)
         time.sleep(max(0.0, STEP_S - (time.monotonic() - begun)))
@@ -64,6 +67,6 @@ class EvilRunner(ModelRunner):
 
 
 def install(fate: Fate) -> None:
-    """The engine program of this process makes this runner from now on."""
+    """Makes the engine program of this process use this runner."""
     assert vars(program)["ModelRunner"] is ModelRunner
-    vars(program)["ModelRunner"] = partial(EvilRunner, fate)
+    vars(program)["ModelRunner"] = partial(FaultyRunner, fate)

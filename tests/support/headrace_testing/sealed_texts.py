@@ -1,7 +1,8 @@
 """Reads the texts of clients and models, with the keys, from the append-only file of a sealed
 Redis.
 
-The file has every value that was ever written. What is in it can be searched for what was said.
+The file contains every value that was ever written, so it can be searched for plain prompts and
+answers.
 """
 
 from collections import defaultdict
@@ -32,7 +33,7 @@ from headrace_common.wire.messages import (
 
 from .redis_dump import forms
 
-ROW = 8  # tokens: fewer could be somewhere by chance
+ROW = 8  # in tokens: fewer could occur by chance
 DISTINCT = 4
 TEXT = 24  # characters
 HEAD = 8  # bytes
@@ -41,11 +42,11 @@ LOWEST = np.uint64(2**20 - 1)
 Output = dict[int, int]  # tokens by position
 Piece = tuple[
     tuple[PayloadKind, Binding], str, bytes
-]  # of a journal: what it is, its model, its value
+]  # of a journal: its kind and binding, its model, its value
 
 
 def commands(data: bytes) -> Iterator[tuple[list[bytes], int]]:
-    """The commands of a file, and where each ends; a half-written one is left out."""
+    """The commands of a file, and the end of each; an incomplete one is left out."""
     at = 0
     while (line := data.find(b"\r\n", at)) >= 0:
         if data[at : at + 1] != b"*":  # an annotation, or a snapshot
@@ -78,8 +79,8 @@ def append_only_files(folder: Path) -> list[Path]:
     return sorted(path for path in folder.rglob("appendonlydir/*.aof") if path.stat().st_size)
 
 
-class Said:
-    """Opens what commands wrote and keeps what it says.
+class SealedTexts:
+    """Opens the sealed values that commands wrote, and keeps the texts in them.
 
     `opened` counts values by kind; `plain` names the keys of values that should have been sealed.
     """
@@ -96,7 +97,10 @@ class Said:
         self.plain: set[str] = set()
 
     def read(self, data: bytes) -> int:
-        """Reads what is new of a file; returns how much of that was whole. Raises MessageError."""
+        """Reads new bytes of a file; returns how many of them were complete commands.
+
+        Raises MessageError.
+        """
         end = 0
         for words, whole in commands(data):
             self._command(words)
@@ -153,7 +157,7 @@ class Said:
 
     def _payload(self, tag: str, rid: str, _field: bytes, value: bytes) -> None:
         if said := self._open(PayloadKind.PAYLOAD, (_model(tag), rid), value):
-            with suppress(UnknownVersion):  # of tests of updates
+            with suppress(UnknownVersion):  # written by tests of updates
                 self._rows[decode_request(said).prompt_token_ids] = f"prompt of {rid}"
 
     def _record(self, tag: str, rid: str, field: bytes, value: bytes) -> None:
@@ -175,8 +179,8 @@ class Said:
             self._open_pieces(rid)
 
     def _open_pieces(self, rid: str) -> None:
-        """Opens the pieces of known writers: RESUME writes its journal before it names its writer.
-        Frames have the same content, so pieces are not stored."""
+        """Opens the pieces of known writers: RESUME writes the journal before the name of its
+        writer. Frames have the same content, so pieces are not stored."""
         left = []
         for piece in self._pieces.pop(rid, ()):
             (kind, where), model, value = piece
@@ -209,7 +213,8 @@ class Said:
             self._texts |= dict.fromkeys((text for text in stored.stop if len(text) >= TEXT), what)
 
     def _file(self, tag: str, _name: str, field: bytes, value: bytes) -> None:
-        if field == b"m":  # its pieces are of the tenant that this names, and were written before
+        # its pieces belong to the tenant that this names, and were written before
+        if field == b"m":
             self._open(PayloadKind.FILE, (unquote(tag.partition(".")[2]),), value)
         elif not value.startswith(MAGIC):
             self.plain.add(f"file piece {tag}")
@@ -235,8 +240,8 @@ class Said:
 
 
 def _says_something(kind: PayloadKind, value: bytes) -> bool:
-    """Whether an unsealed value could be one: not what tests write to be refused, nor Drain or
-    Recall, whose sender has no keys."""
+    """Whether an unsealed value could contain text: not values that tests write to be refused, nor
+    Drain or Recall, whose sender has no keys."""
     try:
         return kind not in _READ or _READ[kind](value) not in (Drain(), Recall())
     except MessageError:
@@ -256,7 +261,7 @@ def _model(tag: str) -> str:
 
 
 def _stretches(output: Output) -> Iterable[tuple[int, ...]]:
-    """Tokens without gaps."""
+    """Runs of tokens without gaps."""
     positions, row = sorted(output), list[int]()
     for here, following in pairwise([*positions, -1]):
         row.append(output[here])
@@ -266,7 +271,7 @@ def _stretches(output: Output) -> Iterable[tuple[int, ...]]:
 
 
 def _pieces(row: Sequence[int]) -> Iterable[tuple[int, ...]]:
-    """The beginning and the middle of a row, where they are long and mixed enough to be nowhere by
+    """The beginning and the middle of a row, if they are long and varied enough not to occur by
     chance."""
     for at in (0, len(row) // 2):
         piece = tuple(row[at : at + ROW])
@@ -276,8 +281,8 @@ def _pieces(row: Sequence[int]) -> Iterable[tuple[int, ...]]:
 
 
 def found_in(haystack: bytes, needles: Iterable[bytes]) -> list[bytes]:
-    """The needles that occur in the haystack. Thousands cost little more than one: a table by the
-    lowest bits of their first bytes excludes most positions."""
+    """The needles that occur in the haystack. Thousands of needles cost little more than one,
+    because a table over the lowest bits of their first bytes excludes most positions."""
     by_head: defaultdict[int, list[bytes]] = defaultdict(list)
     found = set()
     for needle in needles:
