@@ -113,8 +113,8 @@ class ModelConfig:
 
     `windows` has one entry for each layer: the number of keys that a position sees, including its
     own, or None if it sees all; with `chunked` only those since the last multiple of that number.
-    `local_rope` rotates layers with a window; `unrotated` layers are not rotated. `scale` multiplies
-    attention scores, `embedding_scale` embeddings, rounded to their dtype if
+    `local_rope` rotates layers with a window; `unrotated` layers are not rotated. `scale`
+    multiplies attention scores, `embedding_scale` embeddings, rounded to their dtype if
     `rounds_embedding_scale`; logits are divided by `logits_divisor`. With `offset_norms` norms
     multiply by 1 + weight; `input_norms` are before attention and MLP, `output_norms` after them;
     with `wide_qk_norm` those of Q and K cover all heads together; with `rotated_qk_norm` those come

@@ -4,6 +4,7 @@
 
 #include <new>
 
+#include "executor.h"
 #include "experts.h"
 #include "packing.h"
 #include "paged.h"
@@ -274,12 +275,6 @@ void argmax(Pool& pool, int64_t* indices, float* values, const T* x, int64_t row
 
 }  // namespace
 }  // namespace headrace
-
-struct headrace_executor {
-  headrace::Pool pool;
-  headrace::Memory memory;
-  explicit headrace_executor(int threads) : pool(threads) {}
-};
 
 headrace_executor* headrace_executor_create(int64_t threads) {
   return new (std::nothrow) headrace_executor(int(threads));
