@@ -116,8 +116,8 @@ class ModelConfig:
     `local_rope` rotates layers with a window; `unrotated` layers are not rotated. `scale`
     multiplies attention scores, `embedding_scale` embeddings, rounded to their dtype if
     `rounds_embedding_scale`; logits are divided by `logits_divisor`. With `offset_norms` norms
-    multiply by 1 + weight; `input_norms` are before attention and MLP, `output_norms` after them;
-    with `wide_qk_norm` those of Q and K cover all heads together; with `rotated_qk_norm` those come
+    multiply by 1 + weight; `input_norms` are before attention and MLP, `output_norms` after them.
+    With `wide_qk_norm` those of Q and K cover all heads together; with `rotated_qk_norm` those come
     after the rotation; with `unit_qk_norm` rotated layers have such norms without weights. With
     `sinks` each head's softmax includes a sink logit. With `latent`, the cache has one KV head of
     that width; values are its first elements. `kv_scales` has an entry for each layer, read from
