@@ -149,6 +149,7 @@ RECURRENT = (
     "FalconH1ForCausalLM",
     "GraniteMoeHybridForCausalLM",
     "JambaForCausalLM",
+    "KimiLinearForCausalLM",
     "Lfm2ForCausalLM",
     "Lfm2MoeForCausalLM",
     "Mamba2ForCausalLM",
@@ -159,6 +160,8 @@ RECURRENT = (
     "Qwen3_5MoeForCausalLM",
     "Qwen3_5MoeForConditionalGeneration",
 )
+# Those of them whose attention is over latents.
+_LATENT_RECURRENT = ("KimiLinearForCausalLM",)
 # The decoders of multimodal models by their text_config's model_type; the first if it has none.
 MULTIMODAL: dict[str, dict[str, str]] = {
     "Gemma3ForConditionalGeneration": {"gemma3_text": "Gemma3ForCausalLM"},
@@ -546,6 +549,8 @@ ARCHITECTURES: dict[str, Architecture] = {
 
 def keeps_latents(architecture: str) -> bool:
     """Whether the native implementation of an architecture attends to latents."""
+    if architecture in _LATENT_RECURRENT:
+        return True
     return architecture in ARCHITECTURES and ARCHITECTURES[architecture].latents is not None
 
 

@@ -84,7 +84,7 @@ def _with_state(found: Description, checkpoint: Checkpoint, dtype: torch.dtype) 
     family = read_family(checkpoint)
     shape = family.shape(dtype)
     stored = () if shape.without_kv else shape.kv_shapes
-    kv = sum(2 * each.num_kv_heads * each.head_dim for each in stored)
+    kv = sum((1 if each.latent else 2) * each.num_kv_heads * each.head_dim for each in stored)
     state = shape.num_state_layers * sum(tensor.num_bytes for tensor in shape.state_tensors)
     return replace(
         found,

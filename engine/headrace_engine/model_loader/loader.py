@@ -93,7 +93,8 @@ def place_model(config: EngineConfig, shard: Shard | None = None) -> PlacedModel
 
     def block_bytes(shape: KVShape) -> int:
         heads, dim = shape.num_kv_heads, shape.head_dim
-        return backend.block_bytes(KVSpec(heads, dim, config.block_size, dtype, device, stored))
+        size = config.block_size
+        return backend.block_bytes(KVSpec(heads, dim, size, dtype, device, stored, shape.latent))
 
     placed = PlacedModel(
         model=loaded.model,

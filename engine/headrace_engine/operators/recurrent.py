@@ -166,25 +166,34 @@ class TorchGatedDelta:
     def _advance(
         self, rows: tuple[torch.Tensor, ...], state: tuple[torch.Tensor, ...]
     ) -> tuple[torch.Tensor, tuple[torch.Tensor, ...]]:
-        mixed, decay, beta = rows
-        shape = self.weights.shape
-        convolved, window = self.weights.convolution(mixed, state[0])
-        widths = [shape.key_width, shape.key_width, shape.value_width]
-        query, key, value = torch.split(F.silu(convolved).float(), widths, dim=-1)
-        repeats = shape.value_heads // shape.key_heads
-        query, key = (
-            _normed(part.reshape(len(mixed), -1, shape.key_dim)).repeat_interleave(repeats, dim=1)
-            for part in (query, key)
-        )
-        outputs, matrix = gated_delta_rule(
-            query * shape.key_dim**-0.5,
-            key,
-            value.reshape(len(mixed), -1, shape.value_dim),
-            decay,
-            beta,
-            state[1],
-        )
-        return outputs, (window, matrix)
+        return advance_delta(self.weights.shape, self.weights.convolution, rows, state)
+
+
+def advance_delta(
+    shape: DeltaShape,
+    convolution: Convolution,
+    rows: tuple[torch.Tensor, ...],
+    state: tuple[torch.Tensor, ...],
+) -> tuple[torch.Tensor, tuple[torch.Tensor, ...]]:
+    """Advances a gated delta net by rows of (queries, keys and values; decays; betas)."""
+    mixed, decay, beta = rows
+    convolved, window = convolution(mixed, state[0])
+    widths = [shape.key_width, shape.key_width, shape.value_width]
+    query, key, value = torch.split(F.silu(convolved).float(), widths, dim=-1)
+    repeats = shape.value_heads // shape.key_heads
+    query, key = (
+        _normed(part.reshape(len(mixed), -1, shape.key_dim)).repeat_interleave(repeats, dim=1)
+        for part in (query, key)
+    )
+    outputs, matrix = gated_delta_rule(
+        query * shape.key_dim**-0.5,
+        key,
+        value.reshape(len(mixed), -1, shape.value_dim),
+        decay,
+        beta,
+        state[1],
+    )
+    return outputs, (window, matrix)
 
 
 def gated_norm(

@@ -430,6 +430,27 @@ SHAPES: dict[str, Shape] = {
 }
 # The decoders with recurrent layers.
 HYBRID_SHAPES: dict[str, Shape] = {
+    "kimi-linear": Shape(
+        "KimiLinearConfig",
+        {
+            **_SIZES,
+            "num_key_value_heads": 4,
+            "num_hidden_layers": 4,
+            "layer_types": ["linear_attention"] * 2 + ["full_attention", "linear_attention"],
+            "kv_lora_rank": 32,
+            "qk_rope_head_dim": 16,
+            "qk_nope_head_dim": 24,
+            "v_head_dim": 20,
+            "linear_head_dim": 16,
+            "linear_num_heads": 4,
+            "num_local_experts": 12,
+            "num_experts_per_tok": 3,
+            "n_group": 4,
+            "topk_group": 2,
+            "moe_intermediate_size": 48,
+            "n_shared_experts": 2,
+        },
+    ),
     "lfm2": Shape(
         "Lfm2Config",
         {

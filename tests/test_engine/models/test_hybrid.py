@@ -26,6 +26,7 @@ from headrace_engine.model_loader.describe_model import describe
 from headrace_engine.model_runner.model_runner import ModelRunner
 from headrace_engine.models.hybrid.family import Parts
 from headrace_engine.models.hybrid.hybrid import read_family
+from headrace_engine.models.hybrid.kimi_linear import KimiLinear
 from headrace_engine.models.hybrid.tensors import ExpectedTensors
 from headrace_engine.operators.base import TorchOps
 from headrace_testing.checkpoints import HYBRID, GreedyPath, Reference, save_checkpoint
@@ -197,6 +198,7 @@ def test_models_check_describes_the_checkpoint(name: str, checkpoint: Checkpoint
         ("BambaConfig", {"attn_layer_indices": [9, 18, 27]}),
         ("FalconH1Config", {}),
         ("JambaConfig", {}),
+        ("KimiLinearConfig", {}),
         (
             "Lfm2MoeConfig",
             {"num_hidden_layers": 3, "layer_types": ["conv", "full_attention", "conv"]},
@@ -233,6 +235,11 @@ def test_every_parameter_is_read_where_sizes_are_the_defaults(
         ("granite-hybrid", "time_step_limit", [0.0, 1.0]),
         ("jamba", "attn_layer_offset", 8),
         ("jamba", "mamba_inner_layernorms", False),
+        ("kimi-linear", "linear_attn_config", {"num_heads": 0}),
+        ("kimi-linear", "mla_use_nope", False),
+        ("kimi-linear", "mlp_layer_types", ["dense"]),
+        ("kimi-linear", "num_expert_group", 5),
+        ("kimi-linear", "num_experts_per_token", 7),
         ("lfm2-moe", "num_experts_per_tok", 7),
         ("nemotron-h", "attention_bias", True),
         ("nemotron-h", "layer_types", ["linear_attention", "mlp"]),
@@ -278,3 +285,21 @@ def test_what_is_not_supported_is_refused(
 ) -> None:
     with pytest.raises(ConfigError, match=next(iter(options))):
         make_runner(checkpoint("lfm2"), attention_backend="cpu", threads=1, **options)
+
+
+def test_the_published_fields_of_kimi_linear_are_read(checkpoint: CheckpointMaker) -> None:
+    found = load_checkpoint(str(checkpoint("kimi-linear")))
+    told = {name: value for name, value in found.config.items() if "linear_" not in name}
+    del told["layer_types"], told["mlp_layer_types"]
+    told["first_k_dense_replace"] = 2
+    told["linear_attn_config"] = {
+        "full_attn_layers": [3],
+        "kda_layers": [1, 2, 4],
+        "head_dim": 16,
+        "num_heads": 4,
+        "short_conv_kernel_size": 3,
+    }
+    family, usual = read_family(replace(found, config=told)), read_family(found)
+    assert isinstance(family, KimiLinear) and isinstance(usual, KimiLinear)
+    assert family.types == usual.types and family.delta == usual.delta and family.window == 3
+    assert family.experts == replace(usual.experts, sparse=(False, False, True, True))

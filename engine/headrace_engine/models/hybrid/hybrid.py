@@ -14,6 +14,7 @@ from .falcon_h1 import FalconH1
 from .family import HEAD, Family, Parts
 from .granite_hybrid import GraniteHybrid
 from .jamba import Jamba
+from .kimi_linear import KimiLinear
 from .lfm2 import Lfm2, Lfm2Moe
 from .mamba2_decoder import Mamba2
 from .nemotron_h import NemotronH
@@ -26,6 +27,7 @@ FAMILIES: dict[str, type[Family]] = {
     "FalconH1ForCausalLM": FalconH1,
     "GraniteMoeHybridForCausalLM": GraniteHybrid,
     "JambaForCausalLM": Jamba,
+    "KimiLinearForCausalLM": KimiLinear,
     "Lfm2ForCausalLM": Lfm2,
     "Lfm2MoeForCausalLM": Lfm2Moe,
     "Mamba2ForCausalLM": Mamba2,

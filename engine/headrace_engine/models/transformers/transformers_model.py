@@ -31,6 +31,11 @@ from .probe import Probe, eager_logits, probe_ids
 logger = logging.getLogger(__name__)
 
 LAYER_KINDS = {"full_attention", "sliding_attention"}
+# For architectures that are not served: what is nearest to them and served.
+NEAREST = {
+    "DeepseekV32ForCausalLM": "DeepSeek V3.1 (DeepseekV3ForCausalLM)",
+    "MiMoV2FlashForCausalLM": "gpt-oss (GptOssForCausalLM) or GLM-4.5 (Glm4MoeForCausalLM)",
+}
 PROBE_TOLERANCE = {torch.float32: 1e-3, torch.float16: 5e-2, torch.bfloat16: 2e-1}
 
 
@@ -318,8 +323,11 @@ def _check_probe(checkpoint: Checkpoint, config: Any, probe: Probe) -> None:
 
 
 def refuse(checkpoint: Checkpoint, reason: str) -> ConfigError:
-    """The error that gives the reason."""
-    return ConfigError(f"{checkpoint.folder}: {checkpoint.architecture} cannot be served: {reason}")
+    """The error that gives the reason, and what to serve instead."""
+    nearest = NEAREST.get(checkpoint.architecture)
+    remedy = "" if nearest is None else f"; serve {nearest} instead"
+    name = checkpoint.architecture
+    return ConfigError(f"{checkpoint.folder}: {name} cannot be served: {reason}{remedy}")
 
 
 def _rows(heads: torch.Tensor) -> torch.Tensor:
