@@ -35,9 +35,9 @@ def test_every_component_runs_under_restricted_pod_security(release: Release) ->
 
     # The API server warns of pods that a level would refuse.
     level = "pod-security.kubernetes.io/enforce=restricted"
-    said = run("kubectl", "label", "--overwrite", "--dry-run=server", "namespace",
+    output = run("kubectl", "label", "--overwrite", "--dry-run=server", "namespace",
                release.namespace, level)  # fmt: skip
-    assert "violate" not in said
+    assert "violate" not in output
 
 
 @pytest.mark.parametrize(
@@ -108,9 +108,9 @@ def test_a_second_release_is_told_to_leave_the_definition_alone(release: Release
     with pytest.raises(CommandFailed) as refused:
         run(*second, "--namespace", "default")
 
-    said = str(refused.value)
-    assert f"belongs to the release headrace in namespace {release.namespace}" in said
-    assert "set crds.enabled=false for this release" in said
+    output = str(refused.value)
+    assert f"belongs to the release headrace in namespace {release.namespace}" in output
+    assert "set crds.enabled=false for this release" in output
     assert "kind: Deployment" in run(
         *second, "--namespace", "default", "--set", "crds.enabled=false"
     )

@@ -33,7 +33,7 @@ class KVGroups:
     state: int = 0
 
     @classmethod
-    def alike(cls, window: int | None) -> "KVGroups":
+    def uniform(cls, window: int | None) -> "KVGroups":
         """The single group of a model whose layers all keep the same positions."""
         return cls() if window is None else cls(0, 1, window)
 
@@ -99,7 +99,7 @@ class KVLayout:
     def _alike(cls, windows: Sequence[int | None]) -> "KVLayout":
         known = [window for window in windows if window is not None]
         widest = max(known) if known and len(known) == len(windows) else None
-        return cls(KVGroups.alike(widest), (0,) * len(windows), tuple(range(len(windows))))
+        return cls(KVGroups.uniform(widest), (0,) * len(windows), tuple(range(len(windows))))
 
     def with_state(self, blocks: int) -> "KVLayout":
         """The layout for a model whose recurrent state takes `blocks` blocks."""

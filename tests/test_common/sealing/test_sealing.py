@@ -75,7 +75,7 @@ def test_a_record_opens_only_in_its_own_place(
     sealer = AesSealer(ring)
     record = sealer.seal(PayloadKind.PAYLOAD, HERE, TEXT)
 
-    with pytest.raises(SealingError, match="changed, or is another one's"):
+    with pytest.raises(SealingError, match="changed, or belongs to another place"):
         sealer.open(kind, binding, record)
 
 
@@ -252,7 +252,7 @@ async def test_a_changed_file_is_read_again_and_a_broken_one_changes_nothing(
     await file.refresh()
     await file.refresh()
     assert file.sealer.key_id == old.id
-    assert caplog.text.count("sealing keys cannot be read, those known stay") == 1
+    assert caplog.text.count("sealing keys cannot be read, the known ones stay") == 1
 
     write(path, new, old)
     await file.refresh()

@@ -435,7 +435,7 @@ async def test_a_broken_file_keeps_the_keys_and_is_reported_once(
 
     assert keys.find(secret.encode()) is not None
     assert keys.failing
-    warnings = [r for r in caplog.records if "those known stay" in r.getMessage()]
+    warnings = [r for r in caplog.records if "the known ones stay" in r.getMessage()]
     assert [record.levelno for record in warnings] == [logging.ERROR]
 
     other = own.add("b").encode()
