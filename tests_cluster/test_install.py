@@ -103,7 +103,7 @@ def test_the_policy_for_model_services_narrows_what_they_may_use(release: Releas
     until(lambda: refused(image=others["image"]) == "", "the policy to go")
 
 
-def test_a_second_release_is_told_to_leave_the_definition_alone(release: Release) -> None:
+def test_a_second_release_must_not_install_the_definitions(release: Release) -> None:
     second = ("helm", "install", "second", str(CHART), "--values", str(VALUES), "--dry-run=server")
     with pytest.raises(CommandFailed) as refused:
         run(*second, "--namespace", "default")

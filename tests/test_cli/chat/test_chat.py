@@ -106,7 +106,7 @@ def test_an_error_in_the_stream_is_shown_and_the_text_before_it_is_kept() -> Non
     assert ("assistant", "Once") in contents(server, 1)
 
 
-def test_once_fails_where_the_server_fails() -> None:
+def test_once_fails_if_the_server_fails() -> None:
     with OpenAIServer(Answer(status=400, error="too long")) as server:
         done = chat(server, "--once", "Hi")
 

@@ -220,7 +220,7 @@ async def test_no_shard_is_starved_by_a_busy_one(backend: Backend) -> None:
 
 
 @sharded
-async def test_waiting_ends_with_something_new_in_any_shard(backend: Backend) -> None:
+async def test_waiting_ends_when_there_is_something_new_in_any_shard(backend: Backend) -> None:
     engine = backend.engine()
     await engine.start()
     for shard in (2, 0, 1):

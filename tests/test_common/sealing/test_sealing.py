@@ -146,7 +146,7 @@ def test_unsealed_data_is_refused_unless_the_mode_accepts_it(ring: Keyring) -> N
     assert AesSealer(ring, "open").open(PayloadKind.PAYLOAD, HERE, TEXT) == TEXT
 
 
-def test_in_mode_open_nothing_is_sealed_and_everything_opened(ring: Keyring) -> None:
+def test_in_mode_open_nothing_is_sealed_and_sealed_values_are_opened(ring: Keyring) -> None:
     record = AesSealer(ring).seal(PayloadKind.PAYLOAD, HERE, TEXT)
 
     assert AesSealer(ring, "open").seal(PayloadKind.PAYLOAD, HERE, TEXT) == TEXT
@@ -204,7 +204,7 @@ def test_a_search_finds_a_text_at_any_offset() -> None:
 # Files
 
 
-def test_a_file_has_a_key_a_line_and_comments() -> None:
+def test_a_file_has_one_key_for_each_line_and_comments() -> None:
     first, second = new_key(), new_key()
     ring = read_keyring(f"# of spring\n{first.line} # seals\n\n{second.line}\n".encode())
 
