@@ -106,12 +106,12 @@ class KVLayout:
         return replace(self, groups=replace(self.groups, state=blocks))
 
     @property
-    def of_places(self) -> tuple[int, ...]:
+    def layer_of_each_place(self) -> tuple[int, ...]:
         """One layer of each place."""
         return tuple(map(self.places.index, range(len(set(self.places)))))
 
     @property
-    def of_groups(self) -> tuple[int, ...]:
+    def layer_of_each_group(self) -> tuple[int, ...]:
         """One layer of each group."""
         return tuple(map(self.layers.index, range(self.groups.count)))
 
