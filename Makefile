@@ -29,7 +29,7 @@ MINUTES ?= 30
 SEED ?= $(shell date +%s)
 
 .DEFAULT_GOAL := help
-.PHONY: help install install-dev environment system-packages up test test-readme test-cpus test-pythons test-chaos soak test-sealed test-upgrade test-hostile hunt images push chart-push release-images test-cluster check types structure dashboards pictures console-pictures settings-page cli-page vllm-page reference-pages licenses-page docs locks sbom audit clean
+.PHONY: help install install-dev environment system-packages up test test-readme test-cpus test-pythons test-chaos soak test-sealed test-upgrade test-hostile hunt images push chart-push release-images test-cluster check types structure pictures console-pictures generated docs locks sbom audit clean
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/'
@@ -68,10 +68,10 @@ $(VENV)/.installed: requirements/dev.txt $(DECLARED)
 	@touch $(VENV)/.installed-up $@
 
 # Tests skip what is missing here, but not in CI.
-system-packages: ## install the Debian packages that tests use (as root): prometheus, redis exporter, faketime, nginx, docker-registry, busybox, chromium
-	@command -v apt-get >/dev/null || { echo "no apt-get here: install prometheus (with promtool), prometheus-redis-exporter, faketime, nginx, docker-registry, busybox and chromium"; exit 1; }
+system-packages: ## install the Debian packages that tests use (as root): prometheus, redis exporter, faketime, nginx, docker-registry, busybox, chromium-headless-shell
+	@command -v apt-get >/dev/null || { echo "no apt-get here: install prometheus (with promtool), prometheus-redis-exporter, faketime, nginx, docker-registry, busybox and chromium-headless-shell"; exit 1; }
 	apt-get update -qq
-	DEBIAN_FRONTEND=noninteractive apt-get install -qq -y --no-install-recommends prometheus prometheus-redis-exporter faketime nginx-light docker-registry busybox chromium
+	DEBIAN_FRONTEND=noninteractive apt-get install -qq -y --no-install-recommends prometheus prometheus-redis-exporter faketime nginx-light docker-registry busybox chromium-headless-shell
 
 # What the first start did not import is compiled meanwhile, while nothing else wants a processor.
 up: install ## serve the bundled model on http://localhost:8000
@@ -161,29 +161,21 @@ structure: install-dev
 docs: install-dev ## build the documentation site in build/site; HEADRACE_SOURCE_URL names where links to source lead
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet --strict
 
-dashboards: install-dev ## write charts/headrace/dashboards from charts/generate
+PAGES = architecture cli licenses offline reference settings vllm
+
+CRD = charts/headrace/files/crds/modelservices.yaml
+
+# Pages last: one describes the fields of the CRD.
+generated: install-dev ## write what is made from code: the CRD, dashboards, pages of docs
+	$(BIN)/python -m headrace_operator.spec.schema > $(CRD).new && mv $(CRD).new $(CRD)
 	$(BIN)/python charts/generate/dashboards.py
+	@for page in $(PAGES); do PYTHONPATH=tests/support $(BIN)/python -m headrace_testing.pages.$$page || exit 1; done
 
 console-pictures: install-dev ## write docs/console: pictures of the console, and of a stream that goes on after a kill (needs system-packages)
 	CONSOLE_PICTURES=docs/console $(BIN)/python -m pytest tests/test_e2e/test_console_pictures.py -n 0 $(ARGS)
 
-settings-page: install-dev ## write docs/settings.md
-	PYTHONPATH=tests/support $(BIN)/python -m headrace_testing.settings_page
-
-reference-pages: install-dev ## write docs/metrics.md, model-service.md, chart-values.md and decisions/README.md
-	PYTHONPATH=tests/support $(BIN)/python -m headrace_testing.reference_pages
-
 pictures: install-dev ## draw docs/dashboards from a loaded server (needs system-packages, three minutes)
 	PYTHONPATH=tests/support $(BIN)/python charts/generate/pictures.py
-
-cli-page: install-dev ## write docs/cli.md
-	PYTHONPATH=tests/support $(BIN)/python -m headrace_testing.cli_page
-
-vllm-page: install-dev ## write docs/coming-from-vllm.md
-	PYTHONPATH=tests/support $(BIN)/python -m headrace_testing.vllm_page
-
-licenses-page: install-dev ## write docs/licenses.md
-	PYTHONPATH=tests/support $(BIN)/python -m headrace_testing.licenses_page
 
 $(TOOLS)/.installed: requirements/tools.txt
 	@test -x $(TOOLS)/bin/python || $(PYTHON) -m venv $(TOOLS)

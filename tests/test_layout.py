@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 from packaging.requirements import Requirement
 
-from headrace_testing import architecture_page
 from headrace_testing.import_layers import MOST_SUBPACKAGES, contracts, subpackages_of
+from headrace_testing.pages import architecture
 
 ROOT = Path(__file__).resolve().parent.parent
 SOURCE_ROOTS = ("cli", "common", "engine", "operator", "service")
@@ -158,14 +158,14 @@ def closure(package: str, extra: str = "") -> set[str]:
 
 
 def test_the_tables_of_the_architecture_are_those_of_the_source() -> None:
-    text = architecture_page.PAGE.read_text()
+    text = architecture.PAGE.read_text()
 
-    assert architecture_page.page(text) == text, "python -m headrace_testing.architecture_page"
+    assert architecture.page(text) == text, "`make generated` writes it anew"
 
 
 def test_a_request_passes_few_files() -> None:
-    assert len(architecture_page.files(architecture_page.TO_THE_QUEUE)) <= 6
-    assert len(architecture_page.files(architecture_page.FROM_THE_QUEUE)) <= 8
+    assert len(architecture.files(architecture.TO_THE_QUEUE)) <= 6
+    assert len(architecture.files(architecture.FROM_THE_QUEUE)) <= 8
 
 
 def test_the_breakpoints_of_the_walk_exist() -> None:
@@ -178,8 +178,8 @@ def test_the_breakpoints_of_the_walk_exist() -> None:
     assert breakpoints
     for short, function in breakpoints:
         package, _, rest = modules[short].partition(".")
-        file = f"{architecture_page.SOURCES[package]}/{package}/{rest.replace('.', '/')}.py"
-        assert f".{function}" in dict(architecture_page.functions(file)), f"{short}.{function}"
+        file = f"{architecture.SOURCES[package]}/{package}/{rest.replace('.', '/')}.py"
+        assert f".{function}" in dict(architecture.functions(file)), f"{short}.{function}"
 
 
 def test_rooms_import_downward_only() -> None:

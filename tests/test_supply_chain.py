@@ -10,8 +10,8 @@ import pytest
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
-from headrace_testing import licenses_page
 from headrace_testing.locks import IMAGE_ENVIRONMENT, IMAGES, LOCKS, REQUIREMENTS, pins
+from headrace_testing.pages import licenses
 
 ROOT = Path(__file__).resolve().parent.parent
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
@@ -131,19 +131,19 @@ def test_a_lock_names_no_index(path: Path) -> None:
 
 
 def test_the_list_of_licences_is_up_to_date() -> None:
-    lines = licenses_page.PAGE.read_text().splitlines()
+    lines = licenses.PAGE.read_text().splitlines()
     listed = {line.split(" | ")[0].removeprefix("| "): line for line in lines if "| " in line}
-    wrong = [name for name, row in licenses_page.rows().items() if listed.get(name) != row]
+    wrong = [name for name, row in licenses.rows().items() if listed.get(name) != row]
 
-    assert wrong == [], "run `make licenses-page`"
-    assert listed.keys() - {"package", "---"} == licenses_page.packages().keys()
+    assert wrong == [], "run `make generated`"
+    assert listed.keys() - {"package", "---"} == licenses.packages().keys()
 
 
 def test_no_image_ships_a_package_under_the_gpl_alone() -> None:
     refused = {
         name: found
-        for name in licenses_page.packages()
-        if (found := licenses_page.licence(name)) and licenses_page.is_gpl_only(found)
+        for name in licenses.packages()
+        if (found := licenses.licence(name)) and licenses.is_gpl_only(found)
     }
 
     assert refused == {}
@@ -164,7 +164,7 @@ def test_no_image_ships_a_package_under_the_gpl_alone() -> None:
     ],
 )
 def test_licences_that_allow_only_the_gpl_are_recognised(found: str, refused: bool) -> None:
-    assert licenses_page.is_gpl_only(found) is refused
+    assert licenses.is_gpl_only(found) is refused
 
 
 def test_images_come_from_one_base_and_install_nothing_unchecked() -> None:

@@ -1,4 +1,4 @@
-"""Writes the chart's dashboards: charts/headrace/dashboards/*.json. Run by `make dashboards`."""
+"""Writes the chart's dashboards: charts/headrace/dashboards/*.json. Run by `make generated`."""
 
 from collections.abc import Mapping
 from pathlib import Path

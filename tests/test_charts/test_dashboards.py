@@ -36,7 +36,7 @@ def title(value: object) -> str | None:
 
 @pytest.mark.parametrize("name", files())
 def test_the_dashboard_file_matches_the_code(name: str) -> None:
-    assert (FOLDER / name).read_text() == files()[name], "run `make dashboards`"
+    assert (FOLDER / name).read_text() == files()[name], "run `make generated`"
 
 
 def test_there_is_no_other_file() -> None:

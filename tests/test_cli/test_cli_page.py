@@ -8,13 +8,13 @@ from typing import Any
 
 import pytest
 
-from headrace_testing.cli_page import PAGE, commands, example, page
+from headrace_testing.pages.cli import PAGE, commands, example, page
 
 COMMANDS = dict(commands())
 
 
 def test_the_page_matches_the_commands() -> None:
-    assert PAGE.read_text() == page(), "`make cli-page` writes it anew"
+    assert PAGE.read_text() == page(), "`make generated` writes it anew"
 
 
 @pytest.mark.parametrize("name", COMMANDS)

@@ -3,14 +3,14 @@ exist."""
 
 import re
 
-from headrace_testing.cli_page import commands
-from headrace_testing.settings_page import PAGE, PROCESSES, page
+from headrace_testing.pages.cli import commands
+from headrace_testing.pages.settings import PAGE, PROCESSES, page
 
 ROOT = PAGE.parent.parent
 
 
 def test_the_settings_page_matches_the_settings_classes() -> None:
-    assert PAGE.read_text() == page(), "`make settings-page` writes it anew"
+    assert PAGE.read_text() == page(), "`make generated` writes it anew"
 
 
 def test_variables_in_the_documents_are_settings() -> None:

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from headrace_testing.architecture_page import SOURCES
 from headrace_testing.import_layers import ROOT
+from headrace_testing.pages.architecture import SOURCES
 
 PAGE = (ROOT / "docs" / "development.md").read_text()
 SECTION = PAGE.split("## Where to add what\n")[1].split("\n## ")[0]

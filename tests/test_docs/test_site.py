@@ -15,7 +15,7 @@ from headrace_common.observability.metric_names import (
     OPERATOR_METRICS,
 )
 from headrace_testing.docs_site import links_to_source, outside_links
-from headrace_testing.reference_pages import DOCS, ROOT, pages
+from headrace_testing.pages.reference import DOCS, ROOT, pages
 
 LOADED = re.compile(r"<(?:script|img|iframe|link)\b[^>]*?(?:src|href)=[\"'](?:https?:)?//[^\"']*")
 
@@ -71,7 +71,7 @@ def test_links_to_source_lead_to_the_named_place_or_are_only_text(
 
 @pytest.mark.parametrize("page", pages(), ids=lambda page: page.name)
 def test_generated_pages_match_the_code(page: Path) -> None:
-    assert page.read_text() == pages()[page], "`make reference-pages` writes it anew"
+    assert page.read_text() == pages()[page], "`make generated` writes it anew"
 
 
 def test_the_reference_has_every_metric() -> None:

@@ -8,7 +8,12 @@ import logging
 
 import torch
 
-from ..core.attention_backend import AttentionBackend, ReadsSomeBlocks, latent_backend
+from ..core.attention_backend import (
+    AttentionBackend,
+    ReadsSomeBlocks,
+    chunk_backend,
+    latent_backend,
+)
 from ..core.errors import ConfigError
 from ..layers.fp8_cache import is_fp8
 
@@ -36,11 +41,13 @@ def select(
     deterministic: bool = False,
     cache_dtype: torch.dtype | None = None,
     latents: bool = False,
+    chunks: bool = False,
 ) -> AttentionBackend:
     """Returns the backend called `name`; `auto` takes the fastest that works here and logs why.
 
     A `deterministic` backend adds up a token's keys in the same order in every batch. `cache_dtype`
-    is the dtype of stored KV; None means `dtype`. `latents` says that the model attends to latents.
+    is the dtype of stored KV; None means `dtype`. `latents` says that the model attends to latents,
+    `chunks` that some layers attend in chunks.
 
     `auto` passes over a backend that cannot read blocks of `block_size` tokens in place. Raises
     ConfigError for an unknown name, or if the named backend cannot run on the device.
@@ -48,16 +55,20 @@ def select(
     if deterministic:
         return _deterministic(name, device, dtype)
     if name == "auto":
-        return _automatic(device, dtype, block_size, cache_dtype, latents)
+        return _automatic(device, dtype, block_size, cache_dtype, latents, chunks)
     if name not in BACKENDS:
         raise ConfigError(
             f"attention_backend must be one of auto, {', '.join(BACKENDS)}, not {name!r}"
         )
     _check_cache(name, cache_dtype)
-    backend = _make(name, device, dtype)
+    return _checked(_make(name, device, dtype), latents, chunks)
+
+
+def _checked(backend: AttentionBackend, latents: bool, chunks: bool) -> AttentionBackend:
+    """Refuses a backend that cannot compute the model."""
     if latents:
         latent_backend(backend)
-    return backend
+    return chunk_backend(backend) if chunks else backend
 
 
 def _automatic(
@@ -66,15 +77,14 @@ def _automatic(
     block_size: int,
     cache_dtype: torch.dtype | None,
     latents: bool,
+    chunks: bool,
 ) -> AttentionBackend:
     refused: list[str] = []
     for name in PREFERRED.get(device.type, ()):
         try:
             _check_cache(name, cache_dtype)
-            backend = _make(name, device, dtype)
+            backend = _checked(_make(name, device, dtype), latents, chunks)
             _check_blocks(backend, block_size)
-            if latents:
-                latent_backend(backend)
         except ConfigError as error:
             refused.append(str(error))
             continue

@@ -8,7 +8,7 @@ machines.
 import ctypes
 import logging
 from collections.abc import Sequence
-from typing import ClassVar
+from typing import ClassVar, Literal
 
 import torch
 
@@ -37,6 +37,7 @@ class CpuBackend:
     the model's dtype when it is read."""
 
     name: ClassVar[str] = "cpu"
+    attends_in_chunks: ClassVar[Literal[True]] = True
 
     def __init__(self, kernels: library.Kernels | None = None) -> None:
         """`kernels` None loads the best kernels for this CPU; if there are none, a log says why."""
@@ -127,7 +128,7 @@ class CpuBackend:
                 num_kv_heads=key.shape[1],
                 head_dim=dim,
                 block_size=block_size,
-                window=params.sliding_window or 0,
+                window=params.window_code,
                 is_bfloat16=kind[0],
                 storage=storage,
                 scale=params.scale,

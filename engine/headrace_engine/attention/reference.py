@@ -1,10 +1,10 @@
 """Paged attention in plain torch: the reference for the tests of every other backend.
 
-It supports every device, dtype, head grouping, scale, softcap and window. It computes in float32,
-one sequence after the other, and is not fast.
+It supports every device, dtype, head grouping, scale, softcap, window and chunk. It computes in
+float32, one sequence after the other, and is not fast.
 """
 
-from typing import ClassVar
+from typing import ClassVar, Literal
 
 import torch
 
@@ -17,6 +17,7 @@ class ReferenceBackend:
     """Plain torch attention. Its cache is keys and values, each [blocks, block_size, Hkv, D]."""
 
     name: ClassVar[str] = "reference"
+    attends_in_chunks: ClassVar[Literal[True]] = True
 
     def allocate(self, num_blocks: int, spec: KVSpec) -> LayerCache:
         shape = (num_blocks, spec.block_size, spec.num_kv_heads, spec.head_dim)
@@ -119,4 +120,6 @@ def _visible(n: int, length: int, params: LayerParams, device: torch.device) -> 
     visible = keys <= positions
     if params.sliding_window is not None:
         visible &= keys > positions - params.sliding_window
+    if params.chunk is not None:
+        visible &= keys >= positions // params.chunk * params.chunk
     return visible

@@ -55,6 +55,7 @@ class TritonBackend:
     name: ClassVar[str] = "triton"
     skips_padding: ClassVar[Literal[True]] = True
     counts_decodes: ClassVar[Literal[True]] = True
+    attends_in_chunks: ClassVar[Literal[True]] = True
 
     def __init__(
         self, capability: tuple[int, int] | None = None, deterministic: bool = False
@@ -246,7 +247,7 @@ class TritonBackend:
             "MAX_SPLITS": MAX_SPLITS, "KEYS": launch.keys,
             "COUNTED": metadata.counts_decodes,
         }  # fmt: skip
-        splits = _most_splits(metadata.max_seq_len, params.sliding_window, launch, chosen.part)
+        splits = _most_splits(metadata.max_seq_len, params.span, launch, chosen.part)
         whole = splits == 1
         merges = chosen.merges and not whole
         parts, sums = (None, None) if whole else self._parts(rows * heads, dim, query.device)
@@ -306,14 +307,15 @@ class TritonBackend:
 def _constants(
     query: torch.Tensor, cache: LayerCache, params: LayerParams, stored: Storage
 ) -> dict[str, Any]:
-    """Compile-time constants of the kernels. A window or cap of 0 means none."""
+    """Compile-time constants of the kernels. A window or cap of 0 means none; a window below 0 is a
+    chunk."""
     _, kv_heads, block_size, dim = cache[0].shape
     return {
         "GROUP": query.shape[1] // kv_heads,
         "KV_HEADS": kv_heads,
         "HEAD_DIM": dim,
         "BLOCK_SIZE": block_size,
-        "WINDOW": params.sliding_window or 0,
+        "WINDOW": params.window_code,
         "SOFTCAP": params.softcap or 0.0,
         "DIM": tile_extent(dim),
         "EXACT": dot_precision(query.element_size()),

@@ -61,7 +61,7 @@ class _AttentionBenchmark:
         self._backend, self._shape, self._spec = backend, shape, shape.spec
         self._blocks = max(2, shape.pool_bytes // backend.block_bytes(shape.spec))
         self._cache = _filled(backend.allocate(self._blocks, shape.spec))
-        self._params = replace(shape.params, sliding_window=None)
+        self._params = replace(shape.params, sliding_window=None, chunk=None)
 
     @property
     def _token_bytes(self) -> int:

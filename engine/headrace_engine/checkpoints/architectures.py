@@ -11,8 +11,11 @@ from typing import Any, Literal
 # Which layers have a sliding window: none; all; all if use_sliding_window is set (switched). With
 # that switch: the layers of layer_types or max_window_layers (layers), or of layer_types alone
 # (named). Without it: the layers of layer_types (typed), or else all but every n-th (interleaved),
-# or else those from max_window_layers on (late).
-Windows = Literal["none", "all", "switched", "layers", "named", "typed", "interleaved", "late"]
+# or else those from max_window_layers on (late). With chunks of attention_chunk_size instead: the
+# layers of layer_types, or else those that are rotated (chunked).
+Windows = Literal[
+    "none", "all", "switched", "layers", "named", "typed", "interleaved", "late", "chunked"
+]
 # Where a layer has norms: before attention and MLP, before and after them, or only after them.
 Norms = Literal["before", "around", "after"]
 # Which layers are not rotated: none; those with a 0 in no_rope_layers, or every n-th (listed);
@@ -20,12 +23,13 @@ Norms = Literal["before", "around", "after"]
 Unrotated = Literal["none", "listed", "global"]
 # How a checkpoint names and splits its matrices.
 TensorLayout = Literal[
-    "llama", "phi3", "mixtral", "glm", "glm4", "gptoss", "deepseek", "ernie", "hunyuan"
+    "llama", "phi3", "mixtral", "glm", "glm4", "gptoss", "deepseek", "ernie", "hunyuan", "llama4"
 ]
 # Which layers have an MLP instead of a mixture: none; as many as first_k_dense_replace, from layer
-# 0 on (first); those that mlp_layer_types calls dense (typed); those outside
-# moe_layer_start_index to moe_layer_end_index, in steps of moe_layer_interval (ranged).
-Dense = Literal["none", "first", "typed", "ranged"]
+# 0 on (first); those that mlp_layer_types calls dense (typed). By their numbers: those outside
+# moe_layer_start_index to moe_layer_end_index, in steps of moe_layer_interval (ranged); those
+# outside moe_layers, or all but every n-th (listed).
+Dense = Literal["none", "first", "typed", "ranged", "listed"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,7 +44,8 @@ class Mixture:
     scores. `renormalise` None follows norm_topk_prob, `renormalised` if it is absent. `factor` is
     the default of routed_scaling_factor, which multiplies weights; None: nothing does.
     `shared_field` names the number of experts that compute every token, `shared` if it is absent or
-    there is no such field. `dense_layers` is the default of first_k_dense_replace.
+    there is no such field. `dense_layers` is the default of first_k_dense_replace. With
+    `scaled_inputs` weights multiply what experts read instead of what they return.
     """
 
     count: int | None = None
@@ -61,6 +66,7 @@ class Mixture:
     shared: int = 0
     dense: Dense = "none"
     dense_layers: int = 0
+    scaled_inputs: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,11 +86,15 @@ class Architecture:
     name fields of their own. `gemma` stands for what all Gemmas share: norms times (1 + weight),
     scaled embeddings, a tanh GELU, and query_pre_attn_scalar if there are norms before and after.
     `wide_qk_norm`: Q and K norms cover all heads together; `rotated_qk_norm`: they come after the
-    rotation. `partial_rotary` is the share of a head that is rotated if config.json has none; None:
+    rotation; `unit_qk_norm`: they have no weights, and rotated layers alone have them.
+    `partial_rotary` is the share of a head that is rotated if config.json has none; None:
     always all of it. `interleaved` rotation pairs neighbours. `scaled_queries`: scaled by position,
-    as in llama_4_scaling_beta. `multipliers`: Granite's four fields. `global_every` n: every n-th
+    by llama_4_scaling_beta in all layers (all), or by attn_scale in those without rotation
+    (unrotated). `multipliers`: Granite's four fields. `global_every` n: every n-th
     layer sees all keys if config.json does not say. `vocab_size`, `num_heads` and `num_kv_heads`
-    replace absent fields. `qk_norm_field` names the switch of `qk_norm`. `mixture` replaces
+    replace absent fields. `qk_norm_field` names the switch of `qk_norm`
+    or `unit_qk_norm`, whose default is `qk_norm`. `inner_field` names the inner size of MLPs, whose
+    default is `inner`. `mixture` replaces
     `experts`. `latents`: attention is over latents. `draft_layers` is the default of
     num_nextn_predict_layers. `required` has fields that must be absent or have one of these values.
     """
@@ -98,6 +108,7 @@ class Architecture:
     qk_norm_field: str | None = None
     wide_qk_norm: bool = False
     rotated_qk_norm: bool = False
+    unit_qk_norm: bool = False
     windows: Windows = "none"
     head_dim: int | None = None
     max_position_embeddings: int = 32768
@@ -111,7 +122,9 @@ class Architecture:
     partial_rotary: float | None = None
     interleaved: bool = False
     unrotated: Unrotated = "none"
-    scaled_queries: bool = False
+    scaled_queries: Literal["none", "all", "unrotated"] = "none"
+    inner_field: str = "intermediate_size"
+    inner: int | None = None
     multipliers: bool = False
     gemma: bool = False
     norms: Norms = "before"
@@ -149,6 +162,7 @@ RECURRENT = (
 # The decoders of multimodal models by their text_config's model_type; the first if it has none.
 MULTIMODAL: dict[str, dict[str, str]] = {
     "Gemma3ForConditionalGeneration": {"gemma3_text": "Gemma3ForCausalLM"},
+    "Llama4ForConditionalGeneration": {"llama4_text": "Llama4ForCausalLM"},
     "Mistral3ForConditionalGeneration": {
         "mistral": "MistralForCausalLM",
         "ministral3": "Ministral3ForCausalLM",
@@ -232,6 +246,37 @@ _LATENT = Architecture(
 
 ARCHITECTURES: dict[str, Architecture] = {
     "LlamaForCausalLM": Architecture(max_position_embeddings=2048),
+    "Llama4ForCausalLM": Architecture(
+        unit_qk_norm=True,
+        qk_norm_field="use_qk_norm",
+        qk_norm=True,
+        windows="chunked",
+        head_dim=128,
+        max_position_embeddings=131072,
+        layout="llama4",
+        rope_theta=500_000.0,
+        rms_norm_eps=1e-5,
+        interleaved=True,
+        unrotated="listed",
+        scaled_queries="unrotated",
+        inner_field="intermediate_size_mlp",
+        inner=16384,
+        mixture=Mixture(
+            count=16,
+            per_token=1,
+            inner=8192,
+            count_field="num_local_experts",
+            inner_field="intermediate_size",
+            scoring="sigmoid",
+            renormalise=False,
+            shared=1,
+            dense="listed",
+            scaled_inputs=True,
+        ),
+        vocab_size=202_048,
+        num_heads=40,
+        num_kv_heads=8,
+    ),
     "MistralForCausalLM": replace(_MISTRAL, sliding_window=4096),
     "Qwen2ForCausalLM": Architecture(qkv_bias=True, o_bias=False, windows="layers"),
     "Qwen3ForCausalLM": Architecture(qk_norm=True, windows="layers", head_dim=128),
@@ -296,7 +341,7 @@ ARCHITECTURES: dict[str, Architecture] = {
         head_dim=128,
         num_kv_heads=8,
         max_position_embeddings=262144,
-        scaled_queries=True,
+        scaled_queries="all",
         rms_norm_eps=1e-5,
     ),
     "GlmForCausalLM": _GLM,
@@ -502,3 +547,9 @@ ARCHITECTURES: dict[str, Architecture] = {
 def keeps_latents(architecture: str) -> bool:
     """Whether the native implementation of an architecture attends to latents."""
     return architecture in ARCHITECTURES and ARCHITECTURES[architecture].latents is not None
+
+
+def attends_in_chunks(architecture: str) -> bool:
+    """Whether some layers of an architecture's native implementation attend in chunks."""
+    names = (architecture, *MULTIMODAL.get(architecture, {}).values())
+    return any(name in ARCHITECTURES and ARCHITECTURES[name].windows == "chunked" for name in names)

@@ -5,7 +5,7 @@ decoder does not support raises ConfigError with file and field; it is never ign
 """
 
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Any, Literal
 
 from .architectures import (
     ARCHITECTURES,
@@ -53,7 +53,8 @@ class ExpertsConfig:
     `kept_groups` best of `groups` groups are chosen from; a group's score is the sum of its
     `group_best` best ones. `shared_size` is the inner size of an expert that computes every token,
     or None; `shared_gate`: a stored vector gates it. With `bias` router and experts have biases;
-    `swiglu` is their activation if it differs from the model's.
+    `swiglu` is their activation if it differs from the model's. With `scaled_inputs` an expert
+    computes its weight times the row, and results are added as they are (Llama 4).
     """
 
     count: int
@@ -71,6 +72,7 @@ class ExpertsConfig:
     group_best: int = 1
     factor: float = 1.0
     shared_gate: bool = True
+    scaled_inputs: bool = False
 
     @property
     def is_plain(self) -> bool:
@@ -110,15 +112,16 @@ class ModelConfig:
     """A decoder's shape.
 
     `windows` has one entry for each layer: the number of keys that a position sees, including its
-    own, or None if it sees all. `local_rope` rotates layers with a window; `unrotated` layers are
-    not rotated. `scale` multiplies attention scores, `embedding_scale` embeddings, rounded to their
-    dtype if `rounds_embedding_scale`; logits are divided by `logits_divisor`. With `offset_norms`
-    norms multiply by 1 + weight; `input_norms` are before attention and MLP, `output_norms` after
-    them; with `wide_qk_norm` those of Q and K cover all heads together; with `rotated_qk_norm`
-    those come after the rotation. With `sinks` each head's softmax includes a sink logit. With
-    `latent`, the cache has one KV head of that width; values are its first elements. `kv_scales`
-    has an entry for each layer, read from the weights. The checkpoint has `draft_layers` more
-    layers, which are not read.
+    own, or None if it sees all; with `chunked` only those since the last multiple of that number.
+    `local_rope` rotates layers with a window; `unrotated` layers are not rotated. `scale`
+    multiplies attention scores, `embedding_scale` embeddings, rounded to their dtype if
+    `rounds_embedding_scale`; logits are divided by `logits_divisor`. With `offset_norms` norms
+    multiply by 1 + weight; `input_norms` are before attention and MLP, `output_norms` after them.
+    With `wide_qk_norm` those of Q and K cover all heads together; with `rotated_qk_norm` those come
+    after the rotation; with `unit_qk_norm` rotated layers have such norms without weights. With
+    `sinks` each head's softmax includes a sink logit. With `latent`, the cache has one KV head of
+    that width; values are its first elements. `kv_scales` has an entry for each layer, read from
+    the weights. The checkpoint has `draft_layers` more layers, which are not read.
     """
 
     vocab_size: int
@@ -138,6 +141,7 @@ class ModelConfig:
     qk_norm: bool
     windows: tuple[int | None, ...]
     scale: float
+    chunked: bool = False
     local_rope: RopeConfig | None = None
     unrotated: frozenset[int] = frozenset()
     interleaved: bool = False
@@ -152,6 +156,7 @@ class ModelConfig:
     output_norms: bool = False
     wide_qk_norm: bool = False
     rotated_qk_norm: bool = False
+    unit_qk_norm: bool = False
     attention_softcap: float | None = None
     logits_softcap: float | None = None
     logits_divisor: float | None = None
@@ -182,6 +187,10 @@ class ModelConfig:
         if layer in self.unrotated:
             return None
         return self.rope if self.windows[layer] is None else self.local_rope or self.rope
+
+    def has_unit_qk_norm(self, layer: int) -> bool:
+        """Whether the layer normalises queries and keys without weights."""
+        return self.unit_qk_norm and layer not in self.unrotated
 
     @property
     def merged_qkv(self) -> bool:
@@ -225,11 +234,18 @@ def _read(fields: Fields, family: Architecture) -> ModelConfig:
     if head_dim % 2:
         raise fields.error("head_dim", "even")
     positions = fields.integer("max_position_embeddings", default=family.max_position_embeddings)
-    windows = _windows(fields, family)
+    chunked = family.windows == "chunked"
+    windows = _chunks(fields, family) if chunked else _windows(fields, family)
     for name, allowed in family.required.items():
         fields.require(name, allowed, default=allowed[0])
     experts = _experts(fields, family)
     rope = read_rope(fields, family, rotary, positions)
+    qk_norm = family.qk_norm
+    if family.qk_norm_field is not None:
+        qk_norm = fields.flag(family.qk_norm_field, family.qk_norm)
+    if family.unit_qk_norm and qk_norm and rope.rope_type in ("yarn", "longrope"):
+        # Norms without weights commute with a rotation, but not with the factor of these.
+        raise fields.error("rope_scaling", "of another type than yarn and longrope")
     residual = fields.number("residual_multiplier", 1.0) if family.multipliers else 1.0
     return ModelConfig(
         vocab_size=fields.integer("vocab_size", family.vocab_size),
@@ -249,15 +265,15 @@ def _read(fields: Fields, family: Architecture) -> ModelConfig:
         qkv_bias=_bias(fields, family.qkv_bias, family.qkv_bias_field),
         o_bias=_bias(fields, family.o_bias, family.o_bias_field),
         mlp_bias=fields.flag(family.mlp_bias_field),
-        qk_norm=family.qk_norm
-        if family.qk_norm_field is None
-        else fields.flag(family.qk_norm_field),
+        qk_norm=qk_norm and not family.unit_qk_norm,
+        unit_qk_norm=qk_norm and family.unit_qk_norm,
         wide_qk_norm=family.wide_qk_norm,
         rotated_qk_norm=family.rotated_qk_norm,
         windows=windows,
+        chunked=chunked,
         unrotated=_unrotated(fields, family, windows),
         interleaved=family.interleaved,
-        query_scaling=read_query_scaling(fields) if family.scaled_queries else None,
+        query_scaling=read_query_scaling(fields, family),
         scale=_scale(fields, family, head_dim) if latent is None else _latent_scale(latent, rope),
         layout=family.layout,
         activation=_activation(fields, family),
@@ -295,7 +311,7 @@ def _intermediate_size(fields: Fields, family: Architecture, experts: ExpertsCon
     """The inner size of MLPs; that of experts if there are no MLPs."""
     if family.mixture is not None and experts is not None and all(experts.sparse):
         return experts.intermediate_size
-    return fields.integer("intermediate_size")
+    return fields.integer(family.inner_field, family.inner)
 
 
 def _scale(fields: Fields, family: Architecture, head_dim: int) -> float:
@@ -343,11 +359,20 @@ def _unrotated(
     if family.unrotated == "global":
         slides = any(windows)
         return frozenset(index for index in layers if slides and windows[index] is None)
-    every = fields.integer("no_rope_layer_interval", 4)
-    rotated = fields.get("no_rope_layers", [(index + 1) % every for index in layers])
-    if not isinstance(rotated, list) or len(rotated) < len(windows):
-        raise fields.error("no_rope_layers", f"a list of {len(windows)} numbers")
+    rotated = _rotated(fields, family, len(windows))
     return frozenset(index for index in layers if not rotated[index])
+
+
+def _rotated(fields: Fields, family: Architecture, layers: int) -> list[Any]:
+    """no_rope_layers: for each layer a number above 0, or 0 if it is not rotated."""
+    every = fields.integer("no_rope_layer_interval", 4)
+    usual = [(index + 1) % every for index in range(layers)]
+    rotated = fields.get("no_rope_layers", usual)
+    if family.windows == "chunked" and rotated == []:
+        return usual
+    if not isinstance(rotated, list) or len(rotated) < layers:
+        raise fields.error("no_rope_layers", f"a list of {layers} numbers")
+    return rotated
 
 
 def _activation(fields: Fields, family: Architecture) -> Activation:
@@ -399,6 +424,12 @@ def _windows(fields: Fields, family: Architecture) -> tuple[int | None, ...]:
     return _named(fields, window, [index >= first for index in range(layers)])
 
 
+def _chunks(fields: Fields, family: Architecture) -> tuple[int | None, ...]:
+    layers, size = fields.integer("num_hidden_layers"), fields.integer("attention_chunk_size", 8192)
+    rotated = [bool(each) for each in _rotated(fields, family, layers)[:layers]]
+    return _named(fields, size, rotated, "chunked_attention")
+
+
 def _require_layer_types(fields: Fields, layers: int) -> None:
     if fields.get("layer_types", None) is None:
         raise fields.error("layer_types", f"a list of {layers} names where layers have a window")
@@ -409,15 +440,17 @@ def _interleaved(fields: Fields, family: Architecture, layers: int) -> list[bool
     return [bool((index + 1) % every) for index in range(layers)]
 
 
-def _named(fields: Fields, window: int | None, sliding: list[bool]) -> tuple[int | None, ...]:
-    """The windows of the layers that layer_types names, or of those in `sliding`."""
-    names = ("full_attention", "sliding_attention")
+def _named(
+    fields: Fields, window: int | None, sliding: list[bool], kind: str = "sliding_attention"
+) -> tuple[int | None, ...]:
+    """The windows of the layers that layer_types calls `kind`, or of those in `sliding`."""
+    names = ("full_attention", kind)
     kinds = fields.get("layer_types", [names[slides] for slides in sliding])
     if not isinstance(kinds, list) or len(kinds) != len(sliding):
         raise fields.error("layer_types", f"a list of {len(sliding)} names")
     if not set(kinds) <= set(names):
         raise fields.error("layer_types", f"made of {' and '.join(names)}")
-    return tuple(window if kind == "sliding_attention" else None for kind in kinds)
+    return tuple(window if each == kind else None for each in kinds)
 
 
 def _experts(fields: Fields, family: Architecture) -> ExpertsConfig | None:
@@ -482,6 +515,7 @@ def _mixture(fields: Fields, family: Mixture) -> ExpertsConfig:
         if family.factor is None
         else fields.number("routed_scaling_factor", family.factor),
         shared_gate=False,
+        scaled_inputs=family.scaled_inputs,
     )
     groups, kept = found.groups, found.kept_groups
     if (
@@ -518,6 +552,12 @@ def _mixture_layers(fields: Fields, family: Mixture) -> tuple[bool, ...]:
         if not set(kinds) <= {"dense", "sparse"}:
             raise fields.error("mlp_layer_types", "made of dense and sparse")
         return tuple(kind == "sparse" for kind in kinds)
+    if family.dense == "listed":
+        every = fields.integer("interleave_moe_layer_step", 1)
+        sparse = fields.get("moe_layers", list(range(every - 1, len(layers), every)))
+        if not isinstance(sparse, list):
+            raise fields.error("moe_layers", "a list of layers")
+        return tuple(index in sparse for index in layers)
     step = fields.integer("moe_layer_interval", 1)
     start = fields.count("moe_layer_start_index", 1)
     end = fields.get("moe_layer_end_index", -1)

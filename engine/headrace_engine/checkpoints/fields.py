@@ -81,6 +81,13 @@ class Fields:
             raise self.error(name, "true or false")
         return value
 
+    def switch(self, name: str, default: bool = False) -> bool:
+        """A flag that some checkpoints write as a whole number: 0 is false."""
+        value = self.get(name, default)
+        if not isinstance(value, int):
+            raise self.error(name, "true or false")
+        return bool(value)
+
     def optional_integer(self, name: str, default: int | None) -> int | None:
         """A whole number, or None; null means None, and only an absent field takes the default."""
         if name not in self._content:

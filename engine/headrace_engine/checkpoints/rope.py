@@ -50,10 +50,13 @@ class RopeConfig:
 
 @dataclass(frozen=True, slots=True)
 class QueryScaling:
-    """Multiplies queries at position p by 1 + beta * log(1 + floor(p / context)) (Llama 4)."""
+    """Multiplies queries at position p by 1 + beta * log(1 + floor((p + offset) / context)) (Llama
+    4), in all layers or with `unrotated` in those without rotation."""
 
     beta: float
     context: int
+    offset: int = 0
+    unrotated: bool = False
 
 
 def yarn_mscale(scale: float, weight: float) -> float:
@@ -61,7 +64,14 @@ def yarn_mscale(scale: float, weight: float) -> float:
     return 1.0 if scale <= 1 else 0.1 * weight * math.log(scale) + 1.0
 
 
-def read_query_scaling(fields: Fields) -> QueryScaling:
+def read_query_scaling(fields: Fields, family: Architecture) -> QueryScaling | None:
+    if family.scaled_queries == "none":
+        return None
+    if family.scaled_queries == "unrotated":
+        if not fields.switch("attn_temperature_tuning", True):
+            return None
+        beta, context = fields.number("attn_scale", 0.1), fields.integer("floor_scale", 8192)
+        return QueryScaling(beta, context, offset=1, unrotated=True)
     rope = Fields(fields.path, fields.object("rope_parameters"), prefix="rope_parameters.")
     return QueryScaling(
         beta=rope.number("llama_4_scaling_beta"),

@@ -40,9 +40,11 @@ class KVSpec:
 class LayerParams:
     """Parameters of one layer's attention.
 
-    `sliding_window` counts keys, including the position's own. Caches of 8-bit floats hold keys
-    divided by `key_scale` and values divided by `value_scale`. `sinks` float32 [Hq] are logits that
-    join each head's softmax without a value (gpt-oss).
+    `sliding_window` counts keys, including the position's own. With `chunk`, positions form chunks
+    of that size, and each sees the keys of its own chunk alone (Llama 4); `sliding_window` is None
+    then. Caches of 8-bit floats hold keys divided by `key_scale` and values divided by
+    `value_scale`. `sinks` float32 [Hq] are logits that join each head's softmax without a value
+    (gpt-oss).
     """
 
     scale: float
@@ -51,6 +53,17 @@ class LayerParams:
     key_scale: float = 1.0
     value_scale: float = 1.0
     sinks: torch.Tensor | None = field(default=None, compare=False)
+    chunk: int | None = None
+
+    @property
+    def span(self) -> int | None:
+        """The most keys that a position sees; None if there is no limit."""
+        return self.sliding_window if self.chunk is None else self.chunk
+
+    @property
+    def window_code(self) -> int:
+        """The limit as kernels take it: 0 for none, a sliding window, or minus a chunk's size."""
+        return (self.sliding_window or 0) if self.chunk is None else -self.chunk
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,6 +139,23 @@ class LatentBackend(Protocol):
     ) -> torch.Tensor:
         """Like AttentionBackend.forward, for keys `latents` [T, D] that all heads share, of which
         values are the first `rank` elements. query [T, H, D]; returns [T, H, rank]."""
+
+
+@runtime_checkable
+class AttendsInChunks(Protocol):
+    """A backend that supports LayerParams.chunk."""
+
+    attends_in_chunks: ClassVar[Literal[True]]
+
+
+def chunk_backend(backend: AttentionBackend) -> AttentionBackend:
+    """The backend itself. Raises ConfigError if it does not attend in chunks."""
+    if not isinstance(backend, AttendsInChunks):
+        raise ConfigError(
+            f"attention_backend {backend.name} does not attend in chunks: use attention_backend "
+            "auto"
+        )
+    return backend
 
 
 def latent_backend(backend: AttentionBackend) -> LatentBackend:

@@ -24,18 +24,28 @@ FILLED_UP = 1.25
 class KVGroups:
     """The first `full` groups keep all positions; the `sliding` groups after them keep `window`.
 
-    The window includes the position itself. `window` is None without sliding groups. A sequence's
-    recurrent state, of all layers together, takes `state` blocks; 0: the model has none."""
+    The window includes the position itself. `window` is None without sliding groups. With
+    `chunked` a window does not slide: a position sees the positions since the last multiple of
+    `window`. A sequence's recurrent state, of all layers together, takes `state` blocks; 0: the
+    model has none."""
 
     full: int = 1
     sliding: int = 0
     window: int | None = None
     state: int = 0
+    chunked: bool = False
 
     @classmethod
-    def uniform(cls, window: int | None) -> "KVGroups":
+    def uniform(cls, window: int | None, chunked: bool = False) -> "KVGroups":
         """The single group of a model whose layers all keep the same positions."""
-        return cls() if window is None else cls(0, 1, window)
+        return cls() if window is None else cls(0, 1, window, chunked=chunked)
+
+    def first_seen(self, position: int) -> int:
+        """The first position whose KV sliding groups need to compute `position`."""
+        assert self.window is not None
+        if self.chunked:
+            return position // self.window * self.window
+        return max(0, position + 1 - self.window)
 
     @property
     def count(self) -> int:
@@ -74,32 +84,37 @@ class KVLayout:
     places: tuple[int, ...]
 
     @classmethod
-    def of(cls, windows: Sequence[int | None], *, hybrid: bool = True) -> "KVLayout":
-        """The layout for layers with these windows.
+    def of(
+        cls, windows: Sequence[int | None], *, hybrid: bool = True, chunked: bool = False
+    ) -> "KVLayout":
+        """The layout for layers with these windows, which are chunks of one size if `chunked`.
 
         Without `hybrid` all layers are one group, which keeps what any of them needs.
         """
         sliding = [index for index, window in enumerate(windows) if window is not None]
         full = [index for index, window in enumerate(windows) if window is None]
         if not (hybrid and sliding and full):
-            return cls._alike(windows)
+            return cls._uniform(windows, chunked)
         size = _group_size(len(full), len(sliding))
         counts = -(-len(full) // size), -(-len(sliding) // size)
         if sum(counts) > MAX_GROUPS:
-            return cls._alike(windows)
+            return cls._uniform(windows, chunked)
         layers, places = [0] * len(windows), [0] * len(windows)
         for first, members in ((0, full), (counts[0], sliding)):
             for order, index in enumerate(members):
                 layers[index] = first + order // size
                 places[index] = order % size
         widest = max(windows[index] or 0 for index in sliding)
-        return cls(KVGroups(*counts, widest), tuple(layers), tuple(places))
+        groups = KVGroups(*counts, widest, chunked=chunked)
+        return cls(groups, tuple(layers), tuple(places))
 
     @classmethod
-    def _alike(cls, windows: Sequence[int | None]) -> "KVLayout":
+    def _uniform(cls, windows: Sequence[int | None], chunked: bool) -> "KVLayout":
         known = [window for window in windows if window is not None]
         widest = max(known) if known and len(known) == len(windows) else None
-        return cls(KVGroups.uniform(widest), (0,) * len(windows), tuple(range(len(windows))))
+        return cls(
+            KVGroups.uniform(widest, chunked), (0,) * len(windows), tuple(range(len(windows)))
+        )
 
     def with_state(self, blocks: int) -> "KVLayout":
         """The layout for a model whose recurrent state takes `blocks` blocks."""

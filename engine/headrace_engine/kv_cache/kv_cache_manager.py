@@ -138,19 +138,16 @@ class KVCacheManager:
         `kept` are the cached blocks of the groups that keep all positions.
         """
         sliding, full = range(self.groups.full, self.groups.count), self.groups.full
-        wanted = self._window_rows()
         seen: list[list[int]] = []
-        for row in range(rows - 1, -1, -1):
+        row = rows - 1
+        while row >= self._first_row(rows):
             cached = self._cached(sequence, row, sliding)
             if cached:
                 seen.append(cached)
             else:
                 seen.clear()
-            if len(seen) == wanted:
-                rows = row + wanted
-                break
-        else:
-            rows = len(seen)
+                rows = row
+            row -= 1
         seen.reverse()
         first = rows - len(seen)
         table: list[int] = []
@@ -165,14 +162,16 @@ class KVCacheManager:
         found = [block for block in marked if block is not None]
         return found if len(found) == len(groups) else []
 
-    def _window_rows(self) -> int:
-        """Number of last rows of a matched table in which sliding groups have blocks."""
-        return self.rows_for(self.groups.window or 0)
+    def _first_row(self, rows: int) -> int:
+        """The first row in which sliding groups have blocks, in a table of `rows` full rows.
+
+        It has what the last of the table's positions sees: forks compute that one again.
+        """
+        return self.groups.first_seen(rows * self.block_size - 1) // self.block_size if rows else 0
 
     def _released_rows(self, matched: list[int]) -> int:
         """Number of first rows of a matched table in which sliding groups have no blocks."""
-        rows = self.rows_of(matched)
-        return 0 if self.groups.window is None else max(0, rows - self._window_rows())
+        return 0 if self.groups.window is None else self._first_row(self.rows_of(matched))
 
     def blocks_to_start(self, sequence: Sequence, matched: list[int]) -> int:
         """Free blocks needed for all known tokens: new ones, and matched ones that are free."""
@@ -323,7 +322,7 @@ class KVCacheManager:
         groups = self.groups
         if groups.window is None:
             return
-        first = (sequence.num_computed_tokens - groups.window) // self.block_size
+        first = groups.first_seen(max(0, sequence.num_computed_tokens - 1)) // self.block_size
         if first <= sequence.released:
             return
         table, count = sequence.block_table, groups.count

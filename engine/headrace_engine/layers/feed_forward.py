@@ -160,10 +160,15 @@ class SparseMoe:
         chosen: torch.Tensor,
         lora: LayerLoRA | None = None,
     ) -> torch.Tensor:
-        """The weighted sum of the chosen experts' results for x, without the shared expert."""
+        """The weighted sum of the chosen experts' results for x, or the sum of their results for
+        weighted x, without the shared expert."""
         order = chosen.flatten().argsort(stable=True)
         tokens = order // self.config.per_token
-        computed = self._compute(x.index_select(0, tokens), chosen, ExpertRows.of(lora, tokens))
+        rows = x.index_select(0, tokens)
+        if self.config.scaled_inputs:
+            rows = rows * weights.flatten()[order, None].to(x.dtype)
+            weights = torch.ones_like(weights)
+        computed = self._compute(rows, chosen, ExpertRows.of(lora, tokens))
         placed = torch.empty_like(computed).index_copy_(0, order, computed)
         placed = placed.view(*chosen.shape, x.shape[1]).float()
         return torch.einsum("tk,tkh->th", weights, placed).to(x.dtype)

@@ -25,6 +25,8 @@ _RENAMED = {
     "mlp.gate.wg": "mlp.gate",
     "mlp.shared_experts.": "mlp.shared_expert.",
     "mlp.shared_mlp.": "mlp.shared_expert.",
+    "feed_forward.router": "mlp.gate",
+    "feed_forward.": "mlp.",
 }
 _MIXTRAL = {"w1": "gate_proj", "w2": "down_proj", "w3": "up_proj"}
 

@@ -96,7 +96,8 @@ def _layer(config: ModelConfig, index: int, cut: Cut) -> LayerShapes:
     if experts is not None and experts.sparse[index]:
         # In gpt-oss's experts gates and ups are interleaved in one module; adapters do not name
         # them.
-        shapes |= {} if experts.swiglu is not None else mixture_shapes(hidden, experts, cut)
+        if experts.swiglu is None:
+            shapes |= mixture_shapes(hidden, experts, cut)
     else:
         inner = config.intermediate_size
         gated = {"gate_proj": inner, "up_proj": inner}
@@ -145,10 +146,11 @@ def mixture_shapes(
     upper = _linear(hidden, {"gate_proj": inner, "up_proj": inner}, block, cut, "gate_up_proj")
     lower = _linear(inner, {"down_proj": hidden}, block, cut)
     shapes: dict[LinearName, LinearShape] = {
-        "experts_gate_up": _of_all(upper, EXPERTS_GATE_UP, experts.count),
-        "experts_down": _of_all(lower, EXPERTS_DOWN, experts.count),
         "router": _linear(hidden, {"gate": experts.count}, "mlp", cut),
     }
+    if not experts.scaled_inputs:
+        shapes["experts_gate_up"] = _of_all(upper, EXPERTS_GATE_UP, experts.count)
+        shapes["experts_down"] = _of_all(lower, EXPERTS_DOWN, experts.count)
     if shared is not None:
         block = "mlp.shared_expert"
         gated = {"gate_proj": shared, "up_proj": shared}

@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 import torch
 
 from .. import attention
-from ..checkpoints.architectures import keeps_latents
+from ..checkpoints.architectures import attends_in_chunks, keeps_latents
 from ..checkpoints.checkpoint import Checkpoint, load_checkpoint
 from ..core.attention_backend import KVSpec
 from ..core.config import EngineConfig
@@ -61,11 +61,16 @@ def place_model(config: EngineConfig, shard: Shard | None = None) -> PlacedModel
     dtype = pick_dtype(config.dtype, checkpoint, device)
     wanted, deterministic = config.attention_backend, config.deterministic
     stored = pick_cache_dtype(config.kv_cache_dtype)
-    latents = config.model_implementation != "transformers" and keeps_latents(
-        checkpoint.architecture
-    )
+    native, name = config.model_implementation != "transformers", checkpoint.architecture
     backend = attention.select(
-        wanted, device, dtype, config.block_size, deterministic, stored, latents
+        wanted,
+        device,
+        dtype,
+        config.block_size,
+        deterministic,
+        stored,
+        native and keeps_latents(name),
+        native and attends_in_chunks(name),
     )
     # The reference backend uses plain torch everywhere; the others use native kernels.
     ops = TorchOps() if backend.name == "reference" else make_ops(device, deterministic)
@@ -117,12 +122,12 @@ def _layout(
     same size."""
     shapes = loaded.model.kv_shapes
     windows = loaded.windows or (None,) * len(shapes)
-    hybrid = KVLayout.of(windows, hybrid=len(set(shapes)) == 1)
+    hybrid = KVLayout.of(windows, hybrid=len(set(shapes)) == 1, chunked=loaded.chunked)
     if isinstance(loaded.model, RecurrentModel):
         return _with_state(config, loaded.model, windows, block_bytes)
     if hybrid.groups.count > 1 and config.disable_hybrid_kv_cache_manager:
         logger.info("layers share block tables: those with a window keep all KV, too")
-        return KVLayout.of(windows, hybrid=False)
+        return KVLayout.of(windows, hybrid=False, chunked=loaded.chunked)
     return hybrid
 
 

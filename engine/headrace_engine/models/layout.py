@@ -1,8 +1,8 @@
 """Where a checkpoint stores a tensor, given Llama's name for it.
 
 Phi-3 and GLM store Q, K, V as one matrix, and gate and up as one. Mixtral, DeepSeek, ERNIE and
-Hunyuan have other names for parts of mixtures, GLM-4 and Hunyuan for norms. gpt-oss stores all
-experts of a layer as one tensor, with gates and ups interleaved.
+Hunyuan have other names for parts of mixtures, GLM-4 and Hunyuan for norms. gpt-oss and Llama 4
+store all experts of a layer as one tensor; gpt-oss with gates and ups interleaved.
 """
 
 import re
@@ -42,6 +42,9 @@ _RENAMED = {
     },
     "ernie": dict([_SHARED, (f".mlp.gate.{_CORRECTION[0]}", f".mlp.{_CORRECTION[1]}")]),
 }
+_GPT_OSS = {".mlp.gate.": ".mlp.router."}
+_LLAMA4 = {".mlp.gate.": ".feed_forward.router.", ".mlp.": ".feed_forward."}
+_STACKED = {"gate_proj": "gate_up_proj", "up_proj": "gate_up_proj", "down_proj": "down_proj"}
 _EXPERT = re.compile(r"(.*\.mlp\.experts)\.(\d+)\.(gate_proj|up_proj|down_proj)\.(weight|bias)$")
 
 
@@ -103,7 +106,9 @@ class TensorLayout:
         if self._layout in _MERGED:
             return self._merged(name)
         if self._layout == "gptoss":
-            return self._gptoss(name)
+            return self._stacked(name, _GPT_OSS, 2)
+        if self._layout == "llama4":
+            return self._stacked(name, _LLAMA4, 1)
         if self._layout == "mixtral" and ".mlp." in name:
             head, _, tail = name.partition(".mlp.")
             for usual, stored in _MIXTRAL.items():
@@ -120,21 +125,31 @@ class TensorLayout:
         matrix, start, stop, rows = self._slices[found[2]]
         return Piece(f"{found[1]}.{matrix}.{found[3]}", start, stop, rows)
 
-    def _gptoss(self, name: str) -> Piece:
+    def _stacked(self, name: str, renamed: dict[str, str], step: int) -> Piece:
+        """With a `step` of 2 gates and ups alternate, otherwise all gates come first."""
         found, experts = _EXPERT.match(name), self._experts
+        stored = name if found is None else f"{found[1]}.{_STACKED[found[3]]}"
+        for usual, other in renamed.items():
+            stored = stored.replace(usual, other)
+        stored = self._text_part + stored
         if found is None or experts is None:
-            return Piece(name.replace(".mlp.gate.", ".mlp.router."))
-        gated = found[3] != "down_proj"
-        outputs = 2 * experts.intermediate_size if gated else self._hidden
-        first = int(found[2]) * outputs
-        stored = f"{found[1]}.{'gate_up_proj' if gated else 'down_proj'}"
+            return Piece(stored)
+        gated, inner = found[3] != "down_proj", experts.intermediate_size
+        outputs = 2 * inner if gated else self._hidden
+        start = int(found[2]) * outputs
+        stop = start + outputs
+        # Of alternating rows the last one is an up.
+        between = inner if step == 1 else 1
+        if found[3] == "up_proj":
+            start += between
+        elif gated:
+            stop -= between
         return Piece(
             stored if found[4] == "weight" else f"{stored}_bias",
-            # Gates and ups alternate; the last row is an up.
-            start=first + (found[3] == "up_proj"),
-            stop=first + outputs - (found[3] == "gate_proj"),
+            start=start,
+            stop=stop,
             rows=experts.count * outputs,
-            step=2 if gated else 1,
+            step=step if gated else 1,
             stacked=experts.count,
         )
 

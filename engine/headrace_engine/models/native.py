@@ -59,10 +59,11 @@ def load(checkpoint: Checkpoint, options: LoadOptions) -> LoadedModel:
         if not options.hidden_states:
             reader = _random_reader(options, cuts, stored) if dummy else WeightReader(*source)
             model = _make(config, reader, options, length, eight)
-            return LoadedModel(model, length, config.windows)
+            return LoadedModel(model, length, config.windows, config.chunked)
         states = HiddenStateReader(*source, config)
         bare = _make(without_head(config), states, options, length, eight)
-        return LoadedModel(HiddenStates(bare, config.vocab_size), length, config.windows)
+        found = HiddenStates(bare, config.vocab_size)
+        return LoadedModel(found, length, config.windows, config.chunked)
 
 
 def _random_reader(

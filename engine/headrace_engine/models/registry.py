@@ -45,12 +45,14 @@ class LoadedModel:
     """A model and its properties.
 
     `windows` has one entry for each layer: the number of keys that a position sees, including its
-    own, or None if it sees all. It is empty for a model without KV.
+    own, or None if it sees all. It is empty for a model without KV. With `chunked` a position sees
+    only the keys since the last multiple of that number.
     """
 
     model: CausalModel
     max_model_len: int
     windows: tuple[int | None, ...] = ()
+    chunked: bool = False
 
 
 class Loader(Protocol):

@@ -13,6 +13,7 @@ from ..kernels.cpu.executor import Executor
 from ..kernels.cpu.library import DTYPES, Kernels, KernelsUnavailable, load
 from ..kernels.cpu.self_check import multiplies_correctly
 from .base import HeadShape, Ops, QKNorm, TorchOps, row_stride
+from .cpu_recurrent import NativeRecurrences
 
 logger = logging.getLogger(__name__)
 
@@ -59,6 +60,7 @@ class NativeOps:
     def __init__(self, kernels: Kernels) -> None:
         self._kernels = kernels
         self.executor = Executor(kernels, torch.get_num_threads())
+        self.recurrences = NativeRecurrences(self.executor)
         self._torch = TorchOps()
 
     def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:

@@ -96,12 +96,17 @@ class GroupedMoe:
         if lora is not None and lora.experts:
             computed = self._adapted(rows, launch, routing, lora)
             return self._mix(rows, computed, routing.weights, slots, lora)
-        pairs = routing.order.numel()
+        pairs, weights = routing.order.numel(), routing.weights
+        read, per_token = rows, self._config.per_token
+        if self._config.scaled_inputs:
+            # Each pair has a row of its own.
+            read, per_token = _scaled(rows, weights), 1
+            weights = torch.ones_like(weights)
         active = rows.new_empty(pairs, self._down.inputs)
-        self._multiply(active, rows, self._gate_up, routing, launch.up, gated=True)
+        self._multiply(active, read, self._gate_up, routing, launch.up, True, per_token)
         computed = rows.new_empty(pairs, self._down.outputs)
-        self._multiply(computed, active, self._down, routing, launch.down, gated=False)
-        return self._mix(rows, computed, routing.weights, slots, lora)
+        self._multiply(computed, active, self._down, routing, launch.down, False)
+        return self._mix(rows, computed, weights, slots, lora)
 
     def _adapted(
         self, x: torch.Tensor, launch: ExpertLaunch, routing: Routing, lora: LayerLoRA
@@ -114,11 +119,11 @@ class GroupedMoe:
         )  # fmt: skip
         gathered = routed.gathered(x)
         gate_up = x.new_empty(len(gathered), 2 * self._down.inputs)
-        self._multiply(gate_up, gathered, self._gate_up, routing, launch.up, gated=False)
+        self._multiply(gate_up, gathered, self._gate_up, routing, launch.up, False)
         routed.add("gate_up", gathered, gate_up)
         active = routed.activated(gate_up, self._gelu)
         computed = x.new_empty(len(active), self._down.outputs)
-        self._multiply(computed, active, self._down, routing, launch.down, gated=False)
+        self._multiply(computed, active, self._down, routing, launch.down, False)
         routed.add("down", active, computed)
         return computed
 
@@ -188,9 +193,12 @@ class GroupedMoe:
         routing: Routing,
         launch: LinearLaunch,
         gated: bool,
+        per_token: int | None = None,
     ) -> None:
+        """`per_token` successive pairs (None: those of a token) share a row of x, if `gated`."""
+        per_token = per_token or self._config.per_token
         if isinstance(weight, GroupedPackedWeight):
-            product = ExpertProduct(weight, self._config.per_token, gated, self._gating)
+            product = ExpertProduct(weight, per_token, gated, self._gating)
             return multiply_experts(
                 output, x, product, routing, launch, self._dependent_launches.product
             )
@@ -202,7 +210,7 @@ class GroupedMoe:
         grouped_kernel[(capacity * -(-outputs // columns),)](
             output, x, values, scales, weight.bias, routing.order, routing.tiles, routing.live,
             x.stride(0), capacity,
-            PER_TOKEN=self._config.per_token, INPUTS=x.shape[1], OUTPUTS=outputs,
+            PER_TOKEN=per_token, INPUTS=x.shape[1], OUTPUTS=outputs,
             GATED=gated, **self._gating, BIAS=weight.bias is not None,
             SCALES=groups, GROUP=group, BITS=self._stored.as_bytes, ROWS=launch.rows,
             COLUMNS=columns,
@@ -232,6 +240,11 @@ class GroupedMoe:
             **self._dependent_launches.small, num_warps=4,
         )  # fmt: skip
         return output
+
+
+def _scaled(rows: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+    """Rows [T, H] times each of their weights [T, K]: [T * K, H]."""
+    return (rows[:, None] * weights[..., None].to(rows.dtype)).flatten(0, 1)
 
 
 def most_tiles(pairs: int, experts: int, rows: int) -> int:

@@ -1,9 +1,7 @@
 """The custom resource definition, generated from the sections of the spec.
 
-    python -m headrace_operator.spec.schema > charts/headrace/files/crds/modelservices.yaml
-
-must be run after a change; a test compares. The schema is structural: no references, no nulls, and
-free-form objects are marked as such.
+`make generated` writes charts/headrace/files/crds/modelservices.yaml; a test compares. The schema
+is structural: no references, no nulls, and free-form objects are marked as such.
 """
 
 import sys

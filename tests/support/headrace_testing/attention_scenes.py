@@ -27,6 +27,8 @@ def dense(
     for row in range(n):
         position = length - n + row
         first = 0 if params.sliding_window is None else position + 1 - params.sliding_window
+        if params.chunk is not None:
+            first = position // params.chunk * params.chunk
         seen = slice(max(0, first), position + 1)
         for head in range(heads):
             scores = keys[seen, head // group].double() @ query[row, head].double() * params.scale
@@ -65,6 +67,10 @@ CASES = {
     "odd blocks": Case(((5, 1), (0, 30), (17, 3)), block_size=5),
     "window": Case(((5, 1), (29, 1), (0, 20), (11, 7)), params=LayerParams(0.2, None, 6)),
     "window of one": Case(((5, 1), (0, 9)), params=LayerParams(0.2, None, 1)),
+    "chunks": Case(
+        ((5, 1), (24, 1), (29, 1), (0, 20), (11, 7), (7, 26)), params=LayerParams(0.2, chunk=6)
+    ),
+    "chunks of blocks": Case(((15, 1), (16, 1), (3, 30)), params=LayerParams(0.2, chunk=8)),
     "softcap": Case(((5, 1), (0, 20)), params=LayerParams(0.7, 3.0)),
     "softcap in a window": Case(((25, 1), (0, 20)), params=LayerParams(0.7, 3.0, 5)),
     "large scale": Case(((5, 1), (0, 20)), params=LayerParams(4.0)),

@@ -1,4 +1,4 @@
-"""A real browser for tests: Debian's Chromium, driven by Playwright."""
+"""A real browser for tests: Debian's Chromium without a user interface, driven by Playwright."""
 
 import shutil
 from collections.abc import Iterator
@@ -9,7 +9,7 @@ from playwright.sync_api import Browser, ConsoleMessage, Page, sync_playwright
 
 from .needs import missing
 
-CHROMIUM = "chromium"
+CHROMIUM = "chromium-headless-shell"
 # No sandbox, since tests may run as root; no feature of the browser itself uses the network.
 _ARGUMENTS = [
     "--no-sandbox",

@@ -128,6 +128,21 @@ _QWEN_VISION: dict[str, Any] = {
 }
 
 
+_LLAMA4: dict[str, Any] = {
+    **_GROUPED,
+    "num_hidden_layers": 4,
+    "head_dim": 32,
+    "intermediate_size": 48,
+    "intermediate_size_mlp": 96,
+    "num_local_experts": 6,
+    "moe_layers": [1, 2],
+    "no_rope_layer_interval": 2,
+    "attention_chunk_size": 12,
+    "attn_scale": 0.7,
+    "floor_scale": 5,
+}
+
+
 @dataclass(frozen=True, slots=True)
 class Shape:
     """The name of a transformers config class, and the options of the tiny model."""
@@ -152,6 +167,38 @@ SHAPES: dict[str, Shape] = {
                 "high_freq_factor": 4.0,
                 "original_max_position_embeddings": 64,
             },
+        },
+    ),
+    "llama4": Shape("Llama4TextConfig", _LLAMA4),
+    "llama4-two": Shape(
+        "Llama4TextConfig",
+        {
+            **_LLAMA4,
+            "num_experts_per_tok": 2,
+            "moe_layers": None,
+            "no_rope_layers": [1, 1, 0, 1],
+            "use_qk_norm": False,
+            "attn_temperature_tuning": False,
+        },
+    ),
+    "llama4-multimodal": Shape(
+        "Llama4Config",
+        {
+            "text_config": _LLAMA4,
+            "vision_config": {
+                "hidden_size": 32,
+                "intermediate_size": 128,
+                "num_hidden_layers": 1,
+                "num_attention_heads": 2,
+                "image_size": 28,
+                "patch_size": 14,
+                "vision_output_dim": 32,
+                "projector_input_dim": 32,
+                "projector_output_dim": 32,
+            },
+            "image_token_index": VOCAB - 1,
+            "boi_token_index": VOCAB - 2,
+            "eoi_token_index": VOCAB - 3,
         },
     ),
     "mistral": Shape("MistralConfig", {**_GROUPED, "sliding_window": 12}),
@@ -556,7 +603,9 @@ def save_checkpoint(
 ) -> Path:
     """Saves model and tokenizer into `folder`; `shard` is the largest size of one file. Without
     `published` tensors have the names and shapes of transformers' modules."""
-    model = make_model(name, **changes).to(dtype)
+    model = make_model(name, **changes)
+    if dtype is not torch.float32:  # Casts rotations of complex numbers, too.
+        model.to(dtype)
     model.save_pretrained(folder, max_shard_size=shard, save_original_format=published)
     make_tokenizer().save(str(folder / "tokenizer.json"))
     return folder
@@ -626,8 +675,11 @@ class Reference:
         prompt_length: Callable[[int], int] = lambda index: 3 + (index * 7) % 40,
         prefix: tuple[int, ...] = (),
     ) -> list[GreedyPath]:
-        """Greedy paths of random prompts without near-ties: none closer than MARGIN."""
-        generator = torch.Generator().manual_seed(count * 1000 + length)
+        """Greedy paths of random prompts without near-ties: none closer than MARGIN.
+
+        The first paths are the same whatever their count, and are computed once.
+        """
+        generator = torch.Generator().manual_seed(length)
         found: list[GreedyPath] = []
         while len(found) < count:
             size = prompt_length(len(found))

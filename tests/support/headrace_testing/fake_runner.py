@@ -302,7 +302,7 @@ class FakeRunner:
             slides = group >= groups.full
             held += table[sequence.released if slides else 0 :]
             assert not (self._kv[table] == _STATE).any(), "KV was not zeroed after a state"
-            first = item.start - (groups.window or 0) + 1 if slides else 0
+            first = groups.first_seen(item.start) if slides else 0
             found = self._kv[table].reshape(-1, 3)[:end]
             wrong = np.flatnonzero((found != wanted).any(axis=1))
             wrong = wrong[wrong >= first]

@@ -40,7 +40,7 @@ class FloatRouter:
 class Mixture:
     """`skewed` routes all rows to the same experts. `swiglu` adds biases, as in gpt-oss. `groups`
     above 0 gives DeepSeek-V3's routing, with half of the groups kept and no gate for a shared
-    expert."""
+    expert. `scaled` gives Llama 4's, whose weights multiply rows."""
 
     experts: int
     per_token: int
@@ -52,6 +52,7 @@ class Mixture:
     skewed: bool = False
     swiglu: ClampedSwiGLU | None = None
     groups: int = 0
+    scaled: bool = False
     dtype: torch.dtype = torch.float32
 
     @property
@@ -60,6 +61,8 @@ class Mixture:
             self.experts, self.per_token, self.inner, self.renormalise, self.shared, (True,),
             self.swiglu is not None, self.swiglu,
         )  # fmt: skip
+        if self.scaled:
+            return replace(plain, sigmoid=True, shared_gate=False, scaled_inputs=True)
         if not self.groups:
             return plain
         return replace(
@@ -121,7 +124,8 @@ class Mixture:
         down = _random((self.hidden, inner), inner**-0.5, 6, device)
         gate = _random((1, self.hidden), 0.3, 7, device)
         mlp = self._mlp(gate_up.to(device, self.dtype), down.to(device, self.dtype), make)
-        return SharedExpert(mlp, None if self.groups else make(gate.to(device, self.dtype), None))
+        ungated = self.groups or self.scaled
+        return SharedExpert(mlp, None if ungated else make(gate.to(device, self.dtype), None))
 
     def _expert(self, weights: ExpertWeights, index: int) -> GatedMLP:
         gate_up, down = (

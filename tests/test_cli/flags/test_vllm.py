@@ -13,7 +13,7 @@ from headrace_cli.flags.flag import Arity
 from headrace_cli.flags.given_flags import GivenFlags, given_flags
 from headrace_cli.flags.vllm import FLAGS, Absent, Needless, Renamed, Same
 from headrace_cli.main import app
-from headrace_testing.vllm_page import PAGE, page
+from headrace_testing.pages.vllm import PAGE, page
 
 
 def own_flags() -> set[str]:
@@ -32,7 +32,7 @@ def values(*words: str) -> list[tuple[str, str]]:
 
 
 def test_the_page_matches_the_table() -> None:
-    assert PAGE.read_text() == page(), "`make vllm-page` writes it anew"
+    assert PAGE.read_text() == page(), "`make generated` writes it anew"
 
 
 def test_flags_of_the_table_exist_in_headrace_or_only_in_vllm() -> None:

@@ -155,8 +155,13 @@ class CountedScene(Scene):
         )
 
 
-@pytest.mark.parametrize("merges", [None, True, False])
-@pytest.mark.parametrize("name", ["mixed", "decode", "prefill", "sinks in a window"])
+@pytest.mark.parametrize(
+    ("name", "merges"),
+    [
+        *[(name, None) for name in ("mixed", "decode", "prefill", "sinks in a window")],
+        *[("mixed", merges) for merges in (True, False)],
+    ],
+)
 def test_a_recorded_step_finds_on_the_device_how_many_sequences_decode(
     name: str, merges: bool | None
 ) -> None:

@@ -68,6 +68,7 @@ def close(runner: ModelRunner) -> None:
         ("gpt-oss", 2),
         ("glm4-moe", 2),
         ("minimax-m2", 2),
+        ("llama4", 2),
         ("deepseek-v2-lite", 2),
         ("deepseek-v3", 4),
     ],

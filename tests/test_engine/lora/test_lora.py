@@ -54,6 +54,7 @@ def test_a_batch_with_and_without_adapters_gives_the_tokens_of_merged_weights(
         ("glm4", ("q_proj", "o_proj", "gate_up_proj", "down_proj")),
         ("qwen3-moe", ("q_proj", "k_proj", "v_proj", "o_proj")),
         ("gpt-oss", ("q_proj", "v_proj", "o_proj")),
+        ("llama4", ALL_MODULES),
         ("deepseek-v3", ("q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "o_proj")),
     ],
 )

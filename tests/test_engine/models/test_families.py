@@ -12,6 +12,7 @@ import transformers
 
 from headrace_engine.checkpoints.checkpoint import load_checkpoint
 from headrace_engine.checkpoints.config import ARCHITECTURES, ModelConfig, RopeConfig
+from headrace_engine.checkpoints.rope import QueryScaling
 from headrace_engine.core.errors import ConfigError
 
 SIZES: dict[str, Any] = {
@@ -72,6 +73,24 @@ def test_absent_fields_are_as_in_transformers(name: str, tmp_path: Path) -> None
         ("GraniteForCausalLM", {"residual_multiplier": 0}, "residual_multiplier must be a number"),
         ("Ministral3ForCausalLM", {"rope_parameters": {}}, "llama_4_scaling_beta must be"),
         ("Glm4ForCausalLM", {"partial_rotary_factor": 2}, "partial_rotary_factor must be"),
+        ("Llama4ForCausalLM", {"moe_layers": 2}, "moe_layers must be a list of layers"),
+        ("Llama4ForCausalLM", {"attn_temperature_tuning": "x"}, "attn_temperature_tuning must be"),
+        (
+            "Llama4ForCausalLM",
+            {"layer_types": ["sliding_attention"] * 8},
+            "layer_types must be made of full_attention and chunked_attention",
+        ),
+        (
+            "Llama4ForCausalLM",
+            {
+                "rope_scaling": {
+                    "rope_type": "yarn",
+                    "factor": 4.0,
+                    "original_max_position_embeddings": 64,
+                }
+            },
+            "rope_scaling must be of another type than yarn and longrope",
+        ),
         ("Olmo2ForCausalLM", {"hidden_act": "gelu"}, "hidden_act must be one of silu"),
         ("Glm4MoeForCausalLM", {"n_group": 3}, "n_group must be a divisor of the number of .* 128"),
         ("Glm4MoeForCausalLM", {"n_group": 32, "topk_group": 1}, "topk_group must be at most"),
@@ -89,3 +108,12 @@ def test_unsupported_config_fields_are_named(
 ) -> None:
     with pytest.raises(ConfigError, match=rf"config\.json: .*{message}"):
         read(tmp_path, name, {**SIZES, **NEEDED.get(name, {}), **fields})
+
+
+def test_the_fields_of_published_llama_4_checkpoints_are_read(tmp_path: Path) -> None:
+    """An empty list of rotated layers means the usual ones, and a number switches the scaling."""
+    given = {**SIZES, "no_rope_layers": [], "attn_temperature_tuning": 4, "use_qk_norm": True}
+    config = read(tmp_path, "Llama4ForCausalLM", given)
+    assert config == read(tmp_path, "Llama4ForCausalLM", SIZES)
+    assert config.unrotated == {3, 7} and config.windows == (8192, 8192, 8192, None) * 2
+    assert config.query_scaling == QueryScaling(0.1, 8192, offset=1, unrotated=True)

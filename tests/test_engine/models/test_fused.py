@@ -62,6 +62,8 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "glm4-moe": {},
     "minimax-m2": {},
     "ernie4_5-moe": {},
+    "llama4": {},
+    "llama4-two": {},
 }
 
 

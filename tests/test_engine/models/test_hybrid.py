@@ -120,6 +120,20 @@ def test_forked_choices_give_the_same_tokens(runner: ModelRunner, paths: list[Gr
             assert tuple(outputs[str(at), choice].token_ids) == path.output
 
 
+def test_another_engine_continues_with_the_same_tokens(
+    runner: ModelRunner, paths: list[GreedyPath]
+) -> None:
+    """It knows the prompt, and the tokens that the client has of an engine that died."""
+    engine = Engine(engine_config(Path("unused")), runner)
+    requests = [
+        replace(request(str(at), path.prompt, greedy(LENGTH)), resume=(path.output[: 1 + at],))
+        for at, path in enumerate(paths)
+    ]
+    outputs = run(engine, requests)
+    for at, path in enumerate(paths):
+        assert tuple(outputs[str(at), 0].token_ids) == path.output[1 + at :]
+
+
 def test_steps_ahead_give_the_same_tokens(
     name: str, checkpoint: CheckpointMaker, paths: list[GreedyPath]
 ) -> None:

@@ -43,6 +43,9 @@ SIZES = {
 NATIVE = [
     "llama",
     "llama3-rope",
+    "llama4",
+    "llama4-two",
+    "llama4-multimodal",
     "mistral",
     "qwen2",
     "qwen2-window",
@@ -87,7 +90,8 @@ MANY = ("llama", "mistral", "gemma2", "gpt_neox")
 FEW = (
     "smollm3", "olmo2", "olmo3", "granite", "ministral3", "mistral3-multimodal", "glm",
     "glm4", "exaone4", "ernie4_5", "seed_oss", "solar-open", "olmoe",
-    "deepseek-v2-lite", "glm4-moe-lite", "hunyuan", "hunyuan-moe",
+    "deepseek-v2-lite", "glm4-moe-lite", "hunyuan", "hunyuan-moe", "llama4-two",
+    "llama4-multimodal",
 )  # fmt: skip
 
 CheckpointMaker = Callable[[str], Path]
@@ -147,7 +151,8 @@ def test_float32_logits_equal_transformers(
 
 
 @pytest.mark.parametrize(
-    "name", ["llama", "qwen2-window", "gemma3", "mixtral", "gpt-oss", "glm4-moe", "deepseek-v3"]
+    "name",
+    ["llama", "llama4", "qwen2-window", "gemma3", "mixtral", "gpt-oss", "glm4-moe", "deepseek-v3"],
 )
 def test_preempted_sequences_continue_with_the_same_tokens(
     name: str, backend: str, checkpoint: CheckpointMaker, reference: ReferenceMaker
@@ -164,7 +169,8 @@ def test_preempted_sequences_continue_with_the_same_tokens(
 
 
 @pytest.mark.parametrize(
-    "name", ["qwen3", "phi3", "gemma2", "qwen3-moe", "gpt-oss", "minimax-m2", "deepseek-v2"]
+    "name",
+    ["qwen3", "phi3", "gemma2", "qwen3-moe", "gpt-oss", "minimax-m2", "deepseek-v2", "llama4"],
 )
 def test_prefix_hits_change_no_token(
     name: str, backend: str, checkpoint: CheckpointMaker, reference: ReferenceMaker
@@ -179,7 +185,7 @@ def test_prefix_hits_change_no_token(
     assert engine.stats().prefix_hit_tokens >= 5 * 28
 
 
-@pytest.mark.parametrize("name", ["llama", "gpt_neox", "glm4-moe-lite"])
+@pytest.mark.parametrize("name", ["llama", "gpt_neox", "glm4-moe-lite", "llama4"])
 def test_forked_choices_share_blocks_and_give_the_same_tokens(
     name: str, backend: str, checkpoint: CheckpointMaker, reference: ReferenceMaker
 ) -> None:
@@ -215,6 +221,7 @@ def test_sampled_tokens_depend_on_seed_and_choice_only(
     "name",
     [
         "llama",
+        "llama4",
         "qwen2",
         "qwen3",
         "mistral",

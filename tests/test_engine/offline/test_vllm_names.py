@@ -23,8 +23,9 @@ from headrace_engine.core.errors import ConfigError, EngineError, RequestError
 from headrace_engine.offline.arguments import UNSUPPORTED_METHODS, VLLM_ARGUMENTS, Fixed, Ignored
 from headrace_engine.offline.prompts import UNSUPPORTED_PROMPT
 from headrace_engine.offline.sampling_params import UNSUPPORTED_SAMPLING
-from headrace_testing import offline_page, vllm_examples
+from headrace_testing import vllm_examples
 from headrace_testing.embedders import save_embedder
+from headrace_testing.pages import offline
 
 OPTIONS: dict[str, Any] = {"dtype": "float", "device": "cpu", "num_blocks": 256, "threads": 1}
 IDS = list(range(20, 60))
@@ -102,7 +103,7 @@ def test_a_typing_mistake_is_pointed_out() -> None:
 
 
 def test_pages_agree_with_the_tables() -> None:
-    for module in (offline_page, vllm_examples):
+    for module in (offline, vllm_examples):
         assert module.PAGE.read_text() == module.page(), f"run python -m {module.__name__}"
 
 

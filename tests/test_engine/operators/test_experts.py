@@ -46,6 +46,8 @@ CASES = {
     "gpt-oss": (Mixture(5, 2, 40, 24, swiglu=ClampedSwiGLU(1.702, 0.7)), 20),
     "groups": (Mixture(experts=12, per_token=3, hidden=40, inner=24, shared=16, groups=4), 70),
     "one group": (Mixture(experts=7, per_token=2, hidden=40, inner=24, groups=1), 20),
+    "scaled": (Mixture(6, 1, 40, 24, shared=16, renormalise=False, scaled=True), 20),
+    "scaled pairs": (Mixture(6, 3, 40, 24, renormalise=False, scaled=True), 70),
     "many": (Mixture(experts=64, per_token=8, hidden=24, inner=16), 20),
     "chunks": (Mixture(experts=3, per_token=2, hidden=20, inner=12), 100),
     "one expert": (Mixture(experts=6, per_token=1, hidden=20, inner=12, skewed=True), 70),

@@ -65,6 +65,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         block_seconds=st.sampled_from([0.01, 0.1, 3.0]),
         most_drafts=st.sampled_from([0, 2, 9]),
         window=st.sampled_from([None, None, 1, 6, 11]),
+        chunked=st.booleans(),
         kinds=st.sampled_from([(0, 1), (1, 1), (1, 3), (2, 1)]),
         state=st.sampled_from([0, 0, 1, 3]),
         max_loras=st.sampled_from([None, 1, 2]),
@@ -83,6 +84,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         block_seconds: float,
         most_drafts: int,
         window: int | None,
+        chunked: bool,
         kinds: tuple[int, int],
         state: int,
         max_loras: int | None,
@@ -91,7 +93,9 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.most_drafts = most_drafts
         if state:  # with layers that keep one window, or all positions
             kinds = (1, 0) if window is None else (0, 1)
-        groups = KVGroups(state=state) if window is None else KVGroups(*kinds, window, state)
+        groups = KVGroups(state=state)
+        if window is not None:
+            groups = KVGroups(*kinds, window, state, chunked)
         self.runner = FakeRunner(
             num_blocks=rows * groups.count + groups.state,
             block_size=block_size,

@@ -14,8 +14,9 @@ struct headrace_batch {
   int64_t table_stride;
 };
 
-// softcap 0 and window 0 mean none. The type is bfloat16, or else float32. The cache stores it;
-// with storage 1 and 2 the cache stores 8-bit floats (fp8.h): keys divided by key_scale and values
+// softcap 0 and window 0 mean none. A window below 0 is a chunk: a position sees the positions since
+// the last multiple of -window. The type is bfloat16, or else float32. The cache stores it; with
+// storage 1 and 2 the cache stores 8-bit floats (fp8.h): keys divided by key_scale and values
 // divided by value_scale. `sinks` has a logit of each head that is part of its softmax but has no
 // value, or is null.
 struct headrace_layer {

@@ -20,7 +20,7 @@ from functools import partial
 from pathlib import Path
 
 HERE = Path(__file__).parent
-SOURCES = ("attention.cpp", "decoder.cpp", "elementwise.cpp", "pool.cpp")
+SOURCES = ("attention.cpp", "decoder.cpp", "elementwise.cpp", "gated_delta.cpp", "pool.cpp")
 COMMON_FLAGS = (
     "-std=c++17",
     "-O3",

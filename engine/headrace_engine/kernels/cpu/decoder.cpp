@@ -4,6 +4,7 @@
 
 #include <new>
 
+#include "executor.h"
 #include "experts.h"
 #include "packing.h"
 #include "paged.h"
@@ -199,7 +200,7 @@ class Step {
       normalize_row(head, head, layer.query_norm, query_, decoder_.epsilon);
       normalize_row(head + query_, head + query_, layer.key_norm, key_value_, decoder_.epsilon);
     }
-    if (decoder_.query_scales) scale_row(head, query_, decoder_.query_scales[step_.positions[row]]);
+    if (layer.query_scales) scale_row(head, query_, layer.query_scales[step_.positions[row]]);
     for (int64_t h = 0; h < decoder_.num_heads + decoder_.num_kv_heads; ++h, head += dims) {
       const float* norm = h < decoder_.num_heads ? layer.query_norm : layer.key_norm;
       if (norm && !decoder_.wide_qk_norm) normalize_row(head, head, norm, dims, decoder_.epsilon);
@@ -274,12 +275,6 @@ void argmax(Pool& pool, int64_t* indices, float* values, const T* x, int64_t row
 
 }  // namespace
 }  // namespace headrace
-
-struct headrace_executor {
-  headrace::Pool pool;
-  headrace::Memory memory;
-  explicit headrace_executor(int threads) : pool(threads) {}
-};
 
 headrace_executor* headrace_executor_create(int64_t threads) {
   return new (std::nothrow) headrace_executor(int(threads));

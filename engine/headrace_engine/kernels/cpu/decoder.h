@@ -20,7 +20,8 @@ struct headrace_linear {
 
 // Norms are float32, and null if the model has none there: output norms come before the residual
 // sums; query and key norms are of each head, or with wide_qk_norm of all heads together. cos and
-// sin [positions, rotated / 2] are the layer's own, and null if it is not rotated.
+// sin [positions, rotated / 2] are the layer's own, and null if it is not rotated. query_scales
+// [positions] multiplies queries; it may be null.
 //
 // gate_up and down are the MLP, or the expert that computes every row. Its result is multiplied by
 // the sigmoid of the row times shared_gate [hidden], or by 1 if that is null; without weights
@@ -33,6 +34,7 @@ struct headrace_decoder_layer {
   const float* mlp_output_norm;
   const float* query_norm;
   const float* key_norm;
+  const float* query_scales;
   const float* cos;
   const float* sin;
   const float* shared_gate;
@@ -61,7 +63,6 @@ struct headrace_decoder {
   const headrace_decoder_layer* layers;
   const void* embedding;  // [vocab, hidden], bfloat16 or else float32
   const float* norm;
-  const float* query_scales;  // [positions], or null
   headrace_linear lm_head;
   int64_t num_layers;
   int64_t hidden;
@@ -81,6 +82,7 @@ struct headrace_decoder {
   int64_t expert_groups;
   int64_t kept_groups;
   int64_t group_best;
+  int64_t scaled_inputs;  // whether weights multiply the experts' rows, not their results
   int64_t activation;
   int64_t block_size;
   int64_t is_bfloat16;

@@ -14,7 +14,7 @@ import torch
 
 from .arena import Arena
 from .library import Kernels
-from .structs import Decoder, Linear, Step
+from .structs import Decoder, Delta, Linear, Rows, States, Step
 
 # Inputs that share a scale when activations are quantised; groups of weights are multiples of it.
 GROUP = 64
@@ -90,6 +90,22 @@ class Executor:
             x.dtype is torch.bfloat16,
         )
         return indices, values
+
+    def gated_delta(
+        self, delta: Delta, states: States, output: torch.Tensor, rows: Sequence[torch.Tensor]
+    ) -> None:
+        """Computes output [T, Hv * V] from the rows [T, ...] mixed, gate, beta and decay."""
+        dense = [row if row.stride(1) == 1 else row.contiguous() for row in rows]
+        described = [Rows(data=row.data_ptr(), stride=row.stride(0)) for row in dense]
+        if self._kernels.gated_delta(
+            self._handle,
+            ctypes.addressof(delta),
+            ctypes.addressof(states),
+            output.data_ptr(),
+            *map(ctypes.addressof, described),
+            output.dtype is torch.bfloat16,
+        ):
+            raise MemoryError("no memory for a gated delta net")
 
     def linear(self, layer: PackedLinear, x: torch.Tensor) -> torch.Tensor:
         """Computes one layer alone: x [N, in], dense, to float32 [N, out]."""

@@ -200,9 +200,13 @@ class Experts {
   void gather(const Element* x, int64_t rows) {
     const int64_t hidden = decoder_.hidden, per_token = decoder_.experts_per_token;
     each_row(pool_, rows, hidden * per_token, [&](int64_t r) {
-      for (int64_t k = 0; k < per_token; ++k)
-        std::memcpy(gathered_ + slot_of_[r * per_token + k] * hidden, x + r * hidden,
-                    sizeof(Element) * hidden);
+      for (int64_t choice = r * per_token; choice < (r + 1) * per_token; ++choice) {
+        Element* to = gathered_ + slot_of_[choice] * hidden;
+        std::memcpy(to, x + r * hidden, sizeof(Element) * hidden);
+        if (!decoder_.scaled_inputs) continue;
+        scale_row(to, hidden, weights_[choice]);
+        weights_[choice] = 1;
+      }
     });
   }
 

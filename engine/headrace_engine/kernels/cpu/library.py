@@ -13,7 +13,7 @@ import torch
 
 from .build import library_path, runnable_sets
 
-INTERFACE = 8
+INTERFACE = 9
 FORCE_ISA = "HEADRACE_CPU_ISA"
 DTYPES = (torch.float32, torch.bfloat16)
 
@@ -26,7 +26,8 @@ _POINTER, _INT, _FLOAT = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float
 
 
 class Kernels:
-    """The functions of one library, as attention.h, elementwise.h and decoder.h declare them.
+    """The functions of one library, as attention.h, elementwise.h, decoder.h and recurrence.h
+    declare them.
 
     Tensors are passed as `data_ptr()`; the caller is responsible for shapes, strides and lifetimes.
     """
@@ -49,6 +50,7 @@ class Kernels:
         self.rotate_qkv = self._bind("rotate_qkv", None, *[_POINTER] * 5, *[_INT] * 5, _FLOAT, _INT)
         self.silu_mul = self._bind("silu_mul", None, *[_POINTER] * 2, *[_INT] * 4)
         self.argmax = self._bind("argmax", None, *[_POINTER] * 4, *[_INT] * 4)
+        self.gated_delta = self._bind("gated_delta", ctypes.c_int, *[_POINTER] * 8, _INT)
         self.executor_create = self._bind("executor_create", _POINTER, _INT)
         self.executor_destroy = self._bind("executor_destroy", None, _POINTER)
         self.forward = self._bind("forward", ctypes.c_int, *[_POINTER] * 3)

@@ -73,7 +73,9 @@ struct PagedAttention {
 
   // First key that the token at `position` sees.
   int first_key(int position) const {
-    return layer.window > 0 && position + 1 > layer.window ? position + 1 - int(layer.window) : 0;
+    const int window = int(layer.window);
+    if (window < 0) return position - position % -window;
+    return window > 0 && position + 1 > window ? position + 1 - window : 0;
   }
 
   // Calls emit(row_begin, rows, key_begin, key_end, parts, part) for each item of a sequence's head.

@@ -1,6 +1,6 @@
-"""The structs of the native kernels' C interface, with the fields of attention.h and decoder.h.
-Pointers are stored as numbers: the code that fills a struct must keep the data that it points to
-alive."""
+"""The structs of the native kernels' C interface, with the fields of attention.h, decoder.h and
+recurrence.h. Pointers are stored as numbers: the code that fills a struct must keep the data that
+it points to alive."""
 
 import ctypes
 
@@ -64,6 +64,7 @@ class DecoderLayer(ctypes.Structure):
         ("mlp_output_norm", _POINTER),
         ("query_norm", _POINTER),
         ("key_norm", _POINTER),
+        ("query_scales", _POINTER),
         ("cos", _POINTER),
         ("sin", _POINTER),
         ("shared_gate", _POINTER),
@@ -89,7 +90,6 @@ class Decoder(ctypes.Structure):
         ("layers", _POINTER),
         ("embedding", _POINTER),
         ("norm", _POINTER),
-        ("query_scales", _POINTER),
         ("lm_head", Linear),
         ("num_layers", _INT),
         ("hidden", _INT),
@@ -109,6 +109,7 @@ class Decoder(ctypes.Structure):
         ("expert_groups", _INT),
         ("kept_groups", _INT),
         ("group_best", _INT),
+        ("scaled_inputs", _INT),
         ("activation", _INT),
         ("block_size", _INT),
         ("is_bfloat16", _INT),
@@ -137,4 +138,58 @@ class Step(ctypes.Structure):
         ("logits_stride", _INT),
         ("batch", Batch),
         ("layers", _POINTER),
+    ]
+
+
+class States(ctypes.Structure):
+    """`headrace_states` of recurrence.h."""
+
+    _fields_ = [
+        ("pages", _POINTER * 2),
+        ("page_bytes", _INT * 2),
+        ("second", _INT),
+        ("sources", _POINTER),
+        ("targets", _POINTER),
+        ("stride", _INT),
+        ("fresh", _POINTER),
+        ("token_start", _POINTER),
+        ("run_start", _POINTER),
+        ("run_end", _POINTER),
+        ("write_start", _POINTER),
+        ("writes", _POINTER),
+        ("num_seqs", _INT),
+        ("num_tokens", _INT),
+    ]
+
+
+class Rows(ctypes.Structure):
+    """`headrace_rows` of recurrence.h."""
+
+    _fields_ = [("data", _POINTER), ("stride", _INT)]
+
+
+class Convolution(ctypes.Structure):
+    """`headrace_convolution` of recurrence.h."""
+
+    _fields_ = [
+        ("weight", _POINTER),
+        ("bias", _POINTER),
+        ("channels", _INT),
+        ("size", _INT),
+    ]
+
+
+class Delta(ctypes.Structure):
+    """`headrace_delta` of recurrence.h."""
+
+    _fields_ = [
+        ("convolution", Convolution),
+        ("rates", _POINTER),
+        ("dt_bias", _POINTER),
+        ("norm", _POINTER),
+        ("key_heads", _INT),
+        ("value_heads", _INT),
+        ("key_dim", _INT),
+        ("value_dim", _INT),
+        ("epsilon", _FLOAT),
     ]

@@ -8,7 +8,7 @@ import triton.language as tl
 
 from .fp8 import exact_half, widened
 from .jit import await_earlier, jit, jit_unspecialized, prefetch
-from .paged import first_lines, read, steps
+from .paged import first_lines, first_seen, read, steps
 from .softmax import capped, softmax_step, with_sinks
 
 
@@ -22,8 +22,8 @@ def extent(
 ) -> tl.tensor:
     """(first visible key, begin of the first part, keys of a part), in whole tiles."""
     first = 0
-    if WINDOW > 0:
-        first = tl.maximum(length - WINDOW, 0)
+    if WINDOW != 0:
+        first = tl.maximum(first_seen(length - 1, WINDOW), 0)
     begin = first // KEYS * KEYS
     part = tl.cdiv(tl.cdiv(length - begin, MAX_SPLITS), KEYS) * KEYS
     return first, begin, tl.maximum(part, least_part)
@@ -109,7 +109,7 @@ def _attend(
         positions = at + tl.arange(0, KEYS)
         inside = positions < end
         seen = inside
-        if WINDOW > 0:
+        if WINDOW != 0:
             seen = seen & (positions >= first)
         step = steps(table, at, inside, KV_HEADS, HEAD_DIM, BLOCK_SIZE, KEYS)
         key = widened(read(keys, lines, step, seen, HEAD_DIM, DIM), tile, BITS)

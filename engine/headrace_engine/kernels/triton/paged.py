@@ -10,6 +10,16 @@ from .jit import jit
 
 
 @jit
+def first_seen(position: tl.tensor, WINDOW: tl.constexpr) -> tl.tensor:
+    """The first key that a position sees: of the last WINDOW keys, which may begin below 0, or with
+    WINDOW below 0 of its chunk of -WINDOW positions."""
+    first = position - WINDOW + 1
+    if WINDOW < 0:
+        first = position // (-WINDOW) * (-WINDOW)
+    return first
+
+
+@jit
 def first_lines(
     kv_head: tl.tensor,
     HEAD_DIM: tl.constexpr,

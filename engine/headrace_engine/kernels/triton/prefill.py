@@ -9,7 +9,7 @@ import triton.language as tl
 
 from .fp8 import exact_half, widened
 from .jit import jit, jit_unspecialized
-from .paged import first_lines, read, steps
+from .paged import first_lines, first_seen, read, steps
 from .softmax import capped, softmax_step, with_sinks
 
 
@@ -71,8 +71,8 @@ def _attend(
         if MASKED:
             # No written row needs a key at `end` or after it.
             seen = positions[None, :] <= asked[:, None]
-            if WINDOW > 0:
-                seen = seen & (positions[None, :] > asked[:, None] - WINDOW)
+            if WINDOW != 0:
+                seen = seen & (positions[None, :] >= first_seen(asked, WINDOW)[:, None])
             scores = tl.where(seen, scores, float("-inf"))
         value = widened(read(values, lines, step, inside, HEAD_DIM, DIM), tile, BITS)
         highest, total, attended = softmax_step(
@@ -156,8 +156,8 @@ def prefill_kernel(
             tl.zeros([ROWS, DIM], tl.float32),
         )
         table = tables + run.to(tl.int64) * table_stride
-        if WINDOW > 0:
-            start = tl.maximum(lowest - WINDOW + 1, 0) // KEYS * KEYS
+        if WINDOW != 0:
+            start = tl.maximum(first_seen(lowest, WINDOW), 0) // KEYS * KEYS
         elif MASKED:
             start = 0
         else:

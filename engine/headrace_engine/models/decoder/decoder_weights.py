@@ -120,8 +120,12 @@ class _LayerReader:
         attention = f"{prefix}self_attn."
         norms = NormNames.of(config)
         qk_norm = self._qk_norm(attention) if config.qk_norm else None
+        input_norm = self._norm_of(prefix, norms.before_attention)
+        if config.has_unit_qk_norm(index) and input_norm is not None:
+            ones = input_norm.new_ones(config.head_dim)
+            qk_norm = QKNorm(ones, ones)
         return DecoderLayer(
-            input_norm=self._norm_of(prefix, norms.before_attention),
+            input_norm=input_norm,
             mlp_norm=self._norm_of(prefix, norms.before_mlp),
             attention_output_norm=self._norm_of(prefix, norms.after_attention),
             mlp_output_norm=self._norm_of(prefix, norms.after_mlp),
@@ -135,7 +139,8 @@ class _LayerReader:
             params=LayerParams(
                 scale=config.scale,
                 softcap=config.attention_softcap,
-                sliding_window=config.windows[index],
+                sliding_window=None if config.chunked else config.windows[index],
+                chunk=config.windows[index] if config.chunked else None,
                 key_scale=config.kv_scale(index)[0],
                 value_scale=config.kv_scale(index)[1],
                 sinks=self._reader.read(f"{attention}sinks").float() if config.sinks else None,

@@ -61,7 +61,6 @@ class FusedWeights:
             layers=ctypes.addressof(self._layers),
             embedding=pointer(embedding),
             norm=self._norm("model.norm.weight", config.logits_divisor or 1.0),
-            query_scales=self._keep_any(self._positions.query_scales),
             lm_head=self._linear((name,), self._executor.pack([head], [], self._quantize)),
             num_layers=config.num_layers,
             hidden=config.hidden_size,
@@ -91,6 +90,7 @@ class FusedWeights:
             described.kept_groups = config.experts.kept_groups
             described.group_best = config.experts.group_best
             described.expert_factor = config.experts.factor
+            described.scaled_inputs = config.experts.scaled_inputs
             if config.experts.swiglu is not None:
                 described.swiglu_alpha = config.experts.swiglu.alpha
                 described.swiglu_limit = config.experts.swiglu.limit
@@ -103,24 +103,39 @@ class FusedWeights:
         norms = NormNames.of(config)
         rotary = self._positions.rotary(index)
         cos, sin = (None, None) if rotary is None else rotary.tables
+        query_norm, key_norm = self._qk_norms(attention, index)
+        window = config.windows[index] or 0
         layer = structs.DecoderLayer(
             input_norm=self._norm_of(prefix, norms.before_attention),
             attention_output_norm=self._norm_of(prefix, norms.after_attention),
             mlp_norm=self._norm_of(prefix, norms.before_mlp),
             mlp_output_norm=self._norm_of(prefix, norms.after_mlp),
-            query_norm=self._norm(f"{attention}q_norm.weight") if config.qk_norm else None,
-            key_norm=self._norm(f"{attention}k_norm.weight") if config.qk_norm else None,
+            query_norm=query_norm,
+            key_norm=key_norm,
+            query_scales=self._keep_any(self._positions.query_scales_of(index)),
             cos=self._keep_any(cos),
             sin=self._keep_any(sin),
             qkv=self._packed(qkv, config.qkv_bias, self._quantize),
             o=self._packed((f"{attention}o_proj",), config.o_bias, self._quantize),
-            window=config.windows[index] or 0,
+            window=-window if config.chunked else window,
             key_scale=config.kv_scale(index)[0],
             value_scale=config.kv_scale(index)[1],
             sinks=self._keep(self._read(f"{attention}sinks").float()) if config.sinks else None,
         )
         self._add_feed_forward(layer, f"{prefix}mlp.", index)
         return layer
+
+    def _qk_norms(self, attention: str, index: int) -> tuple[int | None, int | None]:
+        """The weights of a layer's query and key norms; None if it has none."""
+        if self._config.has_unit_qk_norm(index):
+            ones = self._keep(torch.ones(self._config.head_dim))
+            return ones, ones
+        if not self._config.qk_norm:
+            return None, None
+        return (
+            self._norm(f"{attention}q_norm.weight"),
+            self._norm(f"{attention}k_norm.weight"),
+        )
 
     def _add_feed_forward(self, layer: structs.DecoderLayer, prefix: str, index: int) -> None:
         experts = self._config.experts

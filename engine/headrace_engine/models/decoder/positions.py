@@ -34,7 +34,16 @@ class PositionTables:
                 self._distinct.append(rope)
         self._tables = [self._table(rope) for rope in self._distinct]
         self._used = [self._distinct.index(rope) for rope in ropes]
-        self.query_scales = _query_scales(config.query_scaling, length, device)
+        scaling = config.query_scaling
+        self._query_scales = _query_scales(scaling, length, device)
+        # Whether layers with each rotation scale their queries.
+        self._scaled = [
+            scaling is not None and not (scaling.unrotated and rope) for rope in self._distinct
+        ]
+
+    def query_scales_of(self, layer: int) -> torch.Tensor | None:
+        """The factors of the layer's queries, float32 [positions, 1]; None if it has none."""
+        return self._query_scales if self._scaled[self._used[layer]] else None
 
     def rotary(self, layer: int) -> RotaryTable | None:
         """The layer's rotation; None if it has none."""
@@ -43,8 +52,12 @@ class PositionTables:
 
     def lookup(self, positions: torch.Tensor) -> list[LayerPositions]:
         """One entry a layer, for int64 positions [T]."""
-        scale = None if self.query_scales is None else self.query_scales.index_select(0, positions)
-        found = [LayerPositions(*table.lookup(positions), scale) for table in self._tables]
+        scales = self._query_scales
+        scale = None if scales is None else scales.index_select(0, positions)
+        found = [
+            LayerPositions(*table.lookup(positions), scale if scaled else None)
+            for table, scaled in zip(self._tables, self._scaled, strict=True)
+        ]
         return [found[used] for used in self._used]
 
     def _table(self, rope: RopeConfig | None) -> RotaryTable:
@@ -62,5 +75,5 @@ def _query_scales(
     """The factors of queries, float32 [length, 1]."""
     if scaling is None:
         return None
-    contexts = torch.arange(length, device=device) // scaling.context
+    contexts = (torch.arange(length, device=device) + scaling.offset) // scaling.context
     return 1 + scaling.beta * torch.log1p(contexts.float())[:, None]

@@ -1,1 +1,1 @@
-"""Decoders with recurrent layers, in torch: state memory, recurrences, layers and families."""
+"""Decoders with recurrent layers: their layers and families."""

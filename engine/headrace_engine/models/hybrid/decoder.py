@@ -10,10 +10,10 @@ from ...core.attention_backend import LayerCache
 from ...core.recurrent_state import StateLayout, StateTensor
 from ...layers.layers import Linear
 from ...operators.base import Float32NormOps, Ops
+from ...operators.state_memory import StateMemory
 from ..base import ForwardBatch, KVShape, state_layout
 from ..rotary.rotary import RotaryTable
 from .layers import HybridLayer, HybridStep
-from .state_memory import StateMemory
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +46,7 @@ class HybridWeights:
 
 
 class HybridDecoder:
-    """A decoder whose layers keep KV or a recurrent state. Its steps are computed in torch."""
+    """A decoder whose layers keep KV or a recurrent state."""
 
     def __init__(self, weights: HybridWeights, ops: Ops, rotary: RotaryTable) -> None:
         self._weights, self._rotary = weights, rotary

@@ -1,15 +1,13 @@
 """The parts of hybrid decoders: attention, and layers with a recurrent state.
 
-Each maps the normalised rows [T, H] of a step to [T, H]. The recurrent ones run one sequence after
-the other (see recurrences).
+Each maps the normalised rows [T, H] of a step to [T, H].
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
 import torch
-from torch.nn import functional as F
 
 from ...core.attention_backend import AttentionBackend, LayerCache, LayerParams
 from ...core.recurrent_state import StateTensor
@@ -17,9 +15,9 @@ from ...layers.feed_forward import FeedForward
 from ...layers.layers import Linear
 from ...lora.batch import LayerLoRA
 from ...operators.base import HeadShape, Ops, QKNorm
+from ...operators.recurrent import Convolution, GatedDelta, scan
+from ...operators.state_memory import StateMemory
 from ..base import ForwardBatch
-from .recurrences import causal_conv, gated_delta_rule
-from .state_memory import StateMemory
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,48 +117,6 @@ class AttentionLayer:
         return self.output(attended if gate is None else attended * torch.sigmoid(gate))
 
 
-# Maps one run's rows, and the state before it, to its outputs and the state after it.
-Advance = Callable[
-    [tuple[torch.Tensor, ...], tuple[torch.Tensor, ...]],
-    tuple[torch.Tensor, tuple[torch.Tensor, ...]],
-]
-
-
-def scan(
-    layer: int, step: HybridStep, inputs: tuple[torch.Tensor, ...], advance: Advance
-) -> torch.Tensor:
-    """Advances the states of layer number `layer` of those with a state, and writes them.
-
-    `inputs` [T, ...] are cut into runs. Returns the outputs of all tokens.
-    """
-    memory = step.memory
-    before = memory.read(layer)
-    states = [tuple(part[index] for part in before) for index in range(len(before[0]))]
-    count = len(memory.batch.targets)
-    after = [part.new_empty(count, *part.shape[1:]) for part in before]
-    outputs: list[torch.Tensor] = []
-    for run in memory.batch.runs:
-        rows = tuple(part[run.begin : run.end] for part in inputs)
-        output, states[run.sequence] = advance(rows, states[run.sequence])
-        outputs.append(output)
-        for target in run.writes:
-            for part, state in zip(after, states[run.sequence], strict=True):
-                part[target] = state
-    memory.write(layer, after)
-    return torch.cat(outputs)
-
-
-@dataclass(frozen=True, slots=True)
-class Convolution:
-    """The weights [C, K] and bias [C] of a convolution of each channel."""
-
-    weight: torch.Tensor
-    bias: torch.Tensor | None
-
-    def __call__(self, x: torch.Tensor, window: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        return causal_conv(x, window, self.weight, self.bias)
-
-
 def conv_state(channels: int, size: int, dtype: torch.dtype) -> StateTensor:
     """The inputs of a convolution that the next token needs."""
     return StateTensor((channels, size - 1), dtype)
@@ -177,7 +133,7 @@ class ShortConvLayer:
 
     def __call__(self, x: torch.Tensor, step: HybridStep) -> torch.Tensor:
         before, after, inner = self.input(x).chunk(3, dim=-1)
-        mixed = scan(self.index, step, (before * inner,), self._advance)
+        mixed = scan(self.index, step.memory, (before * inner,), self._advance)
         return self.output(after * mixed)
 
     def _advance(
@@ -185,33 +141,6 @@ class ShortConvLayer:
     ) -> tuple[torch.Tensor, tuple[torch.Tensor, ...]]:
         output, window = self.convolution(rows[0], state[0])
         return output, (window,)
-
-
-@dataclass(frozen=True, slots=True)
-class DeltaShape:
-    """Heads of a gated delta net: each key head serves the same number of value heads."""
-
-    key_heads: int
-    value_heads: int
-    key_dim: int
-    value_dim: int
-
-    @property
-    def key_width(self) -> int:
-        return self.key_heads * self.key_dim
-
-    @property
-    def value_width(self) -> int:
-        return self.value_heads * self.value_dim
-
-    @property
-    def channels(self) -> int:
-        """Queries, keys and values of a token."""
-        return 2 * self.key_width + self.value_width
-
-    @property
-    def state(self) -> StateTensor:
-        return StateTensor((self.value_heads, self.key_dim, self.value_dim), torch.float32)
 
 
 class DeltaProjections(Protocol):
@@ -226,61 +155,13 @@ class DeltaProjections(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class GatedDeltaLayer:
-    """The gated delta net of Qwen3-Next and Qwen 3.5.
-
-    `a_log` and `dt_bias` [Hv] are float32; `norm` [V].
-    """
+    """The gated delta net of Qwen3-Next and Qwen 3.5."""
 
     index: int
     projections: DeltaProjections
-    convolution: Convolution
-    a_log: torch.Tensor
-    dt_bias: torch.Tensor
-    norm: torch.Tensor
-    eps: float
+    delta: GatedDelta
     output: Linear
-    shape: DeltaShape
 
     def __call__(self, x: torch.Tensor, step: HybridStep) -> torch.Tensor:
         mixed, gate, beta, decay = self.projections(x)
-        decays = -self.a_log.exp() * F.softplus(decay.float() + self.dt_bias)
-        inputs = (mixed, decays, beta.sigmoid().float())
-        outputs = scan(self.index, step, inputs, self._advance).to(x.dtype)
-        return self.output(gated_norm(outputs, gate, self.norm, self.eps).flatten(1))
-
-    def _advance(
-        self, rows: tuple[torch.Tensor, ...], state: tuple[torch.Tensor, ...]
-    ) -> tuple[torch.Tensor, tuple[torch.Tensor, ...]]:
-        mixed, decay, beta = rows
-        shape = self.shape
-        convolved, window = self.convolution(mixed, state[0])
-        widths = [shape.key_width, shape.key_width, shape.value_width]
-        query, key, value = torch.split(F.silu(convolved).float(), widths, dim=-1)
-        repeats = shape.value_heads // shape.key_heads
-        query, key = (
-            _normed(part.reshape(len(mixed), -1, shape.key_dim)).repeat_interleave(repeats, dim=1)
-            for part in (query, key)
-        )
-        outputs, matrix = gated_delta_rule(
-            query * shape.key_dim**-0.5,
-            key,
-            value.reshape(len(mixed), -1, shape.value_dim),
-            decay,
-            beta,
-            state[1],
-        )
-        return outputs, (window, matrix)
-
-
-def gated_norm(
-    x: torch.Tensor, gate: torch.Tensor, weight: torch.Tensor, eps: float
-) -> torch.Tensor:
-    """RMS norm of each head of x, times silu(gate), both [T, Hv, V]."""
-    wide = x.float()
-    normed = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)
-    return ((weight * normed.to(x.dtype)) * F.silu(gate.float())).to(x.dtype)
-
-
-def _normed(x: torch.Tensor) -> torch.Tensor:
-    """x [..., K] of length 1."""
-    return x * torch.rsqrt((x * x).sum(-1, keepdim=True) + 1e-6)
+        return self.output(self.delta(mixed, gate, beta, decay, self.index, step.memory))

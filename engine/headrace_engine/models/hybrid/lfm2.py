@@ -5,9 +5,10 @@ from ...checkpoints.config import ExpertsConfig
 from ...checkpoints.fields import Fields
 from ...layers.feed_forward import FeedForward, SparseMoe
 from ...operators.base import QKNorm
+from ...operators.recurrent import Convolution
 from .decoder import HybridWeights, ResidualPart
 from .family import Family, MatrixNames, Parts, layer_types
-from .layers import AttentionLayer, Convolution, FeedForwardLayer, ShortConvLayer, conv_state
+from .layers import AttentionLayer, FeedForwardLayer, ShortConvLayer, conv_state
 from .tensors import Tensors
 
 LFM2 = Architecture(

@@ -8,8 +8,9 @@ from torch.nn import functional as F
 from ...core.recurrent_state import StateTensor
 from ...layers.layers import Linear
 from ...operators.base import Ops
-from .layers import Convolution, HybridStep, conv_state, scan
-from .recurrences import selective_scan
+from ...operators.recurrences import selective_scan
+from ...operators.recurrent import Convolution, scan
+from .layers import HybridStep, conv_state
 from .tensors import Tensors
 
 
@@ -54,7 +55,7 @@ class MambaLayer:
 
     def __call__(self, x: torch.Tensor, step: HybridStep) -> torch.Tensor:
         values, gate = self.input(x).chunk(2, dim=-1)
-        found = scan(self.index, step, (values,), self._advance)
+        found = scan(self.index, step.memory, (values,), self._advance)
         return self.output((found * F.silu(gate.float())).to(x.dtype))
 
     def _advance(

@@ -9,8 +9,9 @@ from torch.nn import functional as F
 from ...checkpoints.fields import Fields
 from ...core.recurrent_state import StateTensor
 from ...layers.layers import Linear
-from .layers import Convolution, HybridStep, conv_state, scan
-from .recurrences import state_space
+from ...operators.recurrences import state_space
+from ...operators.recurrent import Convolution, scan
+from .layers import HybridStep, conv_state
 from .tensors import Tensors
 
 # As JSON has it, and as transformers writes it.
@@ -91,7 +92,7 @@ class Mamba2Layer:
             self.input(x), [shape.width, shape.channels, shape.heads], dim=-1
         )
         steps = F.softplus(dt.float() + self.dt_bias)
-        found = scan(self.index, step, (mixed, steps), self._advance)
+        found = scan(self.index, step.memory, (mixed, steps), self._advance)
         gate = F.silu(gate.float())
         found = self._normed(found) * gate if self.norm_first else self._normed(found * gate)
         return self.output(found.to(x.dtype))

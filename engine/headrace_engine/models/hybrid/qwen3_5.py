@@ -8,7 +8,8 @@ from ...checkpoints.architectures import Architecture
 from ...checkpoints.config import ExpertsConfig
 from ...checkpoints.fields import Fields
 from ...layers.layers import Linear
-from .layers import DeltaProjections, DeltaShape
+from ...operators.recurrent import DeltaShape
+from .layers import DeltaProjections
 from .qwen3_next import Qwen3Next
 from .tensors import Tensors
 

@@ -10,13 +10,12 @@ from ...checkpoints.fields import Fields
 from ...layers.feed_forward import GatedMLP, SharedExpert, SparseMoe
 from ...layers.layers import Linear
 from ...operators.base import QKNorm
+from ...operators.recurrent import Convolution, DeltaShape, DeltaWeights, recurrences_of
 from .decoder import HybridWeights, ResidualPart
 from .family import Family, Parts, layer_types
 from .layers import (
     AttentionLayer,
-    Convolution,
     DeltaProjections,
-    DeltaShape,
     FeedForwardLayer,
     GatedDeltaLayer,
     conv_state,
@@ -82,7 +81,7 @@ class Qwen3Next(Family):
             prefix = f"{self.prefix}layers.{index}."
             norm = self.norm(tensors, f"{prefix}input_layernorm", self.hidden)
             if kind == "linear_attention":
-                blocks.append(ResidualPart(norm, self._delta_net(tensors, prefix, states)))
+                blocks.append(ResidualPart(norm, self._delta_net(tensors, parts, prefix, states)))
                 states += 1
             else:
                 layer = self._attention(tensors, parts, prefix, attentions)
@@ -111,22 +110,27 @@ class Qwen3Next(Family):
             shape=shape,
         )
 
-    def _delta_net(self, tensors: Tensors, prefix: str, index: int) -> GatedDeltaLayer:
+    def _delta_net(
+        self, tensors: Tensors, parts: Parts, prefix: str, index: int
+    ) -> GatedDeltaLayer:
         shape, prefix = self.delta, f"{prefix}linear_attn."
         heads, channels = shape.value_heads, shape.channels
         dt_bias = tensors.float32(f"{prefix}dt_bias", heads)
         a_log = tensors.float32(f"{prefix}A_log", heads)
         weight = tensors.tensor(f"{prefix}conv1d.weight", channels, 1, self.window)
-        return GatedDeltaLayer(
-            index=index,
-            projections=self.projections(tensors, prefix),
+        weights = DeltaWeights(
             convolution=Convolution(weight[:, 0], None),
             a_log=a_log,
             dt_bias=dt_bias,
             norm=tensors.tensor(f"{prefix}norm.weight", shape.value_dim),
             eps=self.eps,
-            output=tensors.linear({f"{prefix}out_proj": self.hidden}, shape.value_width),
             shape=shape,
+        )
+        return GatedDeltaLayer(
+            index=index,
+            projections=self.projections(tensors, prefix),
+            delta=recurrences_of(parts.ops).gated_delta(weights),
+            output=tensors.linear({f"{prefix}out_proj": self.hidden}, shape.value_width),
         )
 
     def _attention(self, tensors: Tensors, parts: Parts, prefix: str, index: int) -> AttentionLayer:

@@ -1,19 +1,19 @@
 """docs/licenses.md: the licence of every Python package that an image ships.
 
-`make licenses-page` writes it on Linux, from the metadata of the packages installed here.
+`make generated` writes it on Linux, from the metadata of the packages installed here.
 """
 
 import re
 from importlib.metadata import PackageMetadata, PackageNotFoundError, metadata
 
-from .locks import IMAGES, ROOT, pins
+from ..locks import IMAGES, ROOT, pins
 
 PAGE = ROOT / "docs" / "licenses.md"
 LONGEST = 80  # a longer text is the whole licence, not its name
 HEAD = """# Licences
 
 Every Python package that the images ship beside Headrace itself, in the versions of
-[requirements](../requirements), with the licence that it declares. Written by `make licenses-page`;
+[requirements](../requirements), with the licence that it declares. Written by `make generated`;
 a test keeps it up to date and refuses packages that are under the GPL or AGPL alone. The images'
 base has Debian's packages and Python, with their licences in `/usr/share/doc`.
 

@@ -1,6 +1,6 @@
 """Writes docs/cli.md, the page of every command, from the commands.
 
-A test compares the page with the one made here; `make cli-page` renews it.
+A test compares the page with the one made here; `make generated` renews it.
 """
 
 import re
@@ -12,7 +12,7 @@ from typer.main import get_command
 
 from headrace_cli.main import app
 
-PAGE = Path(__file__).resolve().parents[3] / "docs" / "cli.md"
+PAGE = Path(__file__).resolve().parents[4] / "docs" / "cli.md"
 EXAMPLE = "Example: "
 INTRODUCTION = """\
 # Commands
@@ -23,7 +23,7 @@ the server can mend, and 2 for wrong usage; commands with more say so. Results a
 output, errors and progress on standard error. `--json` prints results for programs. Colours are for
 terminals alone, and `NO_COLOR=1` turns them off.
 
-`make cli-page` writes this page from the commands.
+`make generated` writes this page from the commands.
 """
 
 

@@ -1,6 +1,6 @@
 """Writes docs/coming-from-vllm.md, the page for users of vLLM, from the table of its flags.
 
-A test compares the page with the one made here; `make vllm-page` renews it.
+A test compares the page with the one made here; `make generated` renews it.
 """
 
 from collections.abc import Iterator
@@ -11,7 +11,7 @@ from headrace_cli.flags.vllm import FLAGS, Absent, Entry, Needless, Renamed, Sam
 from headrace_common.observability import metric_names
 from headrace_gateway.schemas.completions import UNSUPPORTED
 
-PAGE = Path(__file__).resolve().parents[3] / "docs" / "coming-from-vllm.md"
+PAGE = Path(__file__).resolve().parents[4] / "docs" / "coming-from-vllm.md"
 INTRODUCTION = """\
 # Coming from vLLM
 
@@ -24,7 +24,7 @@ INTRODUCTION = """\
 as `4k` (4000) or `4K` (4096) is read as in vLLM. Further names after `--served-model-name` become
 aliases. All flags are checked before a process starts.
 
-`make vllm-page` writes this page from the tables in the code.
+`make generated` writes this page from the tables in the code.
 """
 _REST = """\
 ## Requests

@@ -1,6 +1,6 @@
 """Writes the tables of docs/architecture.md: subpackages by layer, and functions of a request.
 
-python -m headrace_testing.architecture_page
+A test compares the page with the one made here; `make generated` renews it.
 """
 
 import ast
@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from .import_layers import ROOT, contracts
+from ..import_layers import ROOT, contracts
 
 PAGE = ROOT / "docs" / "architecture.md"
 SOURCES = {

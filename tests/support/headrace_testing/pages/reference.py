@@ -1,7 +1,7 @@
 """Writes the pages that are made from code or other files: metrics, ModelService, chart values,
 and the list of decisions.
 
-A test compares the pages with those made here; `make reference-pages` renews them.
+A test compares the pages with those made here; `make generated` renews them.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -18,10 +18,10 @@ from headrace_common.observability.metric_names import (
 )
 from headrace_operator.spec.schema import definition
 
-ROOT = Path(__file__).resolve().parents[3]
+ROOT = Path(__file__).resolve().parents[4]
 DOCS = ROOT / "docs"
 VALUES = ROOT / "charts" / "headrace" / "values.yaml"
-_RENEWED = "`make reference-pages` writes this page from {source}."
+_RENEWED = "`make generated` writes this page from {source}."
 METRICS = f"""\
 # Metrics
 

@@ -20,7 +20,7 @@ from headrace_engine.offline.engine_args import OfflineOptions
 from headrace_engine.offline.prompts import UNSUPPORTED_PROMPT
 from headrace_engine.offline.sampling_params import UNSUPPORTED_SAMPLING
 
-PAGE = Path(__file__).resolve().parents[3] / "docs" / "offline-api.md"
+PAGE = Path(__file__).resolve().parents[4] / "docs" / "offline-api.md"
 INTRODUCTION = """\
 # The offline API
 
@@ -57,7 +57,7 @@ seconds = output.metrics.first_token_time - output.metrics.arrival_time
   A prompt's `cache_salt` parts the cache further.
 - [Adapters](lora.md) and [structured outputs](structured-outputs.md) are as on the server.
 
-`PYTHONPATH=tests/support .venv/bin/python -m headrace_testing.offline_page` writes this page.
+`make generated` writes this page.
 """
 VALUES = """\
 `dtype` also takes `half` and `float`, `task` takes `embedding`, `load_format` takes `safetensors`.

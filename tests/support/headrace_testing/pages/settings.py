@@ -1,6 +1,6 @@
 """Writes docs/settings.md, the page of every process's settings, from their classes.
 
-A test compares the page with the one made here; `make settings-page` renews it.
+A test compares the page with the one made here; `make generated` renews it.
 """
 
 from collections.abc import Iterator, Mapping
@@ -16,7 +16,7 @@ from headrace_engine.serving.settings import EngineSettings
 from headrace_gateway.settings import GatewaySettings
 from headrace_operator.settings import OperatorSettings
 
-PAGE = Path(__file__).resolve().parents[3] / "docs" / "settings.md"
+PAGE = Path(__file__).resolve().parents[4] / "docs" / "settings.md"
 PROCESSES: Mapping[str, type[BaseSettings]] = {
     "Gateway": GatewaySettings,
     "Engine": EngineSettings,
@@ -30,7 +30,7 @@ Each process reads its settings once, from flags and from the environment; flags
 invalid value does not start, and names it. It logs variables with its prefix that are not settings.
 Lists and objects are JSON.
 
-`make settings-page` writes this page from the settings' classes.
+`make generated` writes this page from the settings' classes.
 """
 
 

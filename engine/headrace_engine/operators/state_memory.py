@@ -10,8 +10,8 @@ from math import prod
 
 import torch
 
-from ...core.attention_backend import LayerCache
-from ...core.recurrent_state import StateBatch, StateLayout
+from ..core.attention_backend import LayerCache
+from ..core.recurrent_state import StateBatch, StateLayout
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,0 +1,69 @@
+// The plain C interface of recurrent layers. Python mirrors these structs field by field.
+#pragma once
+
+#include "export.h"
+
+struct headrace_executor;
+
+// The states of one layer in blocks of the KV cache, and the ragged batch that advances them
+// (core/recurrent_state.py). A block's bytes are those of its pages, one after the other; unused
+// pages have 0 bytes. A state's first tensor begins at byte 0, its second one at `second`.
+// Sequence s has tokens [token_start[s], token_start[s + 1]) and runs [run_start[s],
+// run_start[s + 1]). Run r ends before token run_end[r]; the state after it is written to the rows
+// writes[write_start[r]] up to writes[write_start[r + 1]] of `targets`. Rows of `sources` and
+// `targets` are `stride` elements apart.
+struct headrace_states {
+  void* pages[2];
+  int64_t page_bytes[2];
+  int64_t second;
+  const int64_t* sources;
+  const int64_t* targets;
+  int64_t stride;
+  const uint8_t* fresh;
+  const int64_t* token_start;
+  const int64_t* run_start;
+  const int64_t* run_end;
+  const int64_t* write_start;
+  const int64_t* writes;
+  int64_t num_seqs;
+  int64_t num_tokens;
+};
+
+// Rows of a batch; they are `stride` elements apart.
+struct headrace_rows {
+  const void* data;
+  int64_t stride;
+};
+
+// A convolution of each channel over `size` positions: weight [size][channels], bias [channels] or
+// null. Its state is the first tensor [channels][size - 1], in the type of the rows.
+struct headrace_convolution {
+  const float* weight;
+  const float* bias;
+  int64_t channels;
+  int64_t size;
+};
+
+// A gated delta net: channels are queries and keys [key_heads][key_dim], then values
+// [value_heads][value_dim]. rates and dt_bias [value_heads], norm [value_dim]. Its state is the
+// second tensor, float32 [value_heads][key_dim][value_dim].
+struct headrace_delta {
+  headrace_convolution convolution;
+  const float* rates;
+  const float* dt_bias;
+  const float* norm;
+  int64_t key_heads;
+  int64_t value_heads;
+  int64_t key_dim;
+  int64_t value_dim;
+  float epsilon;
+};
+
+// Writes output [tokens][value_heads * value_dim], dense, from the rows mixed (channels), gate
+// (value_heads * value_dim), beta and decay (value_heads). The type of all is bfloat16, or else
+// float32. Returns 0, or 1 if memory ran out.
+HEADRACE_EXPORT int headrace_gated_delta(headrace_executor* executor, const headrace_delta* delta,
+                                         const headrace_states* states, void* output,
+                                         const headrace_rows* mixed, const headrace_rows* gate,
+                                         const headrace_rows* beta, const headrace_rows* decay,
+                                         int64_t is_bfloat16);

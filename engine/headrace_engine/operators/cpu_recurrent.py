@@ -1,0 +1,147 @@
+"""The recurrent parts of layers through the native kernels: one call for a layer and a whole ragged
+batch. Plain torch computes what the kernels do not support.
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from ..core.recurrent_state import StateBatch
+from ..kernels.cpu.executor import Executor, pointer
+from ..kernels.cpu.library import DTYPES
+from ..kernels.cpu.structs import Convolution as ConvolutionStruct
+from ..kernels.cpu.structs import Delta, States
+from .recurrent import Convolution, DeltaWeights, TorchGatedDelta
+from .state_memory import StateMemory
+
+# Limits of the kernels: positions of a convolution, tensors of a layer's cache.
+LONGEST, PAGES = 16, 2
+
+
+class NativeRecurrences:
+    """Makes recurrent parts that run on an executor's threads."""
+
+    def __init__(self, executor: Executor) -> None:
+        self._executor, self._steps = executor, _Steps()
+
+    def gated_delta(self, weights: DeltaWeights) -> "NativeGatedDelta":
+        return NativeGatedDelta(weights, self._executor, self._steps)
+
+
+class NativeGatedDelta:
+    """A gated delta net between its products, natively."""
+
+    def __init__(self, weights: DeltaWeights, executor: Executor, steps: "_Steps") -> None:
+        self._executor, self._steps = executor, steps
+        self._torch, self._convolution = TorchGatedDelta(weights), _Taps(weights.convolution)
+        self._vectors = (-weights.a_log.exp(), weights.dt_bias.float(), weights.norm.float())
+        self._struct: Delta | None = None
+
+    def __call__(
+        self,
+        mixed: torch.Tensor,
+        gate: torch.Tensor,
+        beta: torch.Tensor,
+        decay: torch.Tensor,
+        layer: int,
+        memory: StateMemory,
+    ) -> torch.Tensor:
+        states = self._steps.states(mixed, layer, memory)
+        if states is None or self._convolution.size > LONGEST:
+            return self._torch(mixed, gate, beta, decay, layer, memory)
+        output = mixed.new_empty(len(mixed), self._torch.weights.shape.value_width)
+        rows = (mixed, gate.flatten(1), beta, decay)
+        self._executor.gated_delta(self._described(), states, output, rows)
+        return output
+
+    def _described(self) -> Delta:
+        if self._struct is None:
+            weights = self._torch.weights
+            shape, (rates, dt_bias, norm) = weights.shape, self._vectors
+            self._struct = Delta(
+                convolution=self._convolution.describe(),
+                rates=rates.data_ptr(),
+                dt_bias=dt_bias.data_ptr(),
+                norm=norm.data_ptr(),
+                key_heads=shape.key_heads,
+                value_heads=shape.value_heads,
+                key_dim=shape.key_dim,
+                value_dim=shape.value_dim,
+                epsilon=weights.eps,
+            )
+        return self._struct
+
+
+class _Taps:
+    """The weights of a convolution as the kernels read them: float32 [K, C]."""
+
+    def __init__(self, convolution: Convolution) -> None:
+        self._weight = convolution.weight.float().T.contiguous()
+        self._bias = None if convolution.bias is None else convolution.bias.float()
+
+    @property
+    def size(self) -> int:
+        return len(self._weight)
+
+    def describe(self) -> ConvolutionStruct:
+        """Makes a structure that points into the tensors, which must outlive it."""
+        size, channels = self._weight.shape
+        return ConvolutionStruct(
+            weight=self._weight.data_ptr(), bias=pointer(self._bias), channels=channels, size=size
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class _Runs:
+    """A step's runs as arrays. The structure points into the others."""
+
+    batch: StateBatch
+    arrays: tuple[np.ndarray, ...]
+    struct: States
+
+    @classmethod
+    def of(cls, batch: StateBatch) -> "_Runs":
+        sequences = [run.sequence for run in batch.runs]
+        ends = np.array([run.end for run in batch.runs], dtype=np.int64)
+        run_start = np.searchsorted(sequences, np.arange(len(batch.fresh) + 1)).astype(np.int64)
+        token_start = np.zeros(len(run_start), dtype=np.int64)
+        token_start[1:] = ends[run_start[1:] - 1]
+        write_start = np.zeros(len(ends) + 1, dtype=np.int64)
+        np.cumsum([len(run.writes) for run in batch.runs], out=write_start[1:])
+        writes = np.array([row for run in batch.runs for row in run.writes], dtype=np.int64)
+        arrays = (token_start, run_start, ends, write_start, writes)
+        names = ("token_start", "run_start", "run_end", "write_start", "writes")
+        struct = States(
+            stride=batch.sources.shape[1],
+            fresh=batch.fresh.data_ptr(),
+            num_seqs=len(batch.fresh),
+            num_tokens=int(ends[-1]),
+            **{name: array.ctypes.data for name, array in zip(names, arrays, strict=True)},
+        )
+        return cls(batch, arrays, struct)
+
+
+class _Steps:
+    """Describes the states of a step; what all layers share is made once."""
+
+    def __init__(self) -> None:
+        self._runs: _Runs | None = None
+
+    def states(self, x: torch.Tensor, layer: int, memory: StateMemory) -> States | None:
+        """The states of a layer whose rows are x; None if the kernels do not support them."""
+        cache = [part for part in memory.caches[memory.layout.place(layer)] if part.numel()]
+        if x.dtype not in DTYPES or x.device.type != "cpu" or len(cache) > PAGES:
+            return None
+        if self._runs is None or self._runs.batch is not memory.batch:
+            self._runs = _Runs.of(memory.batch)
+        batch, struct = memory.batch, self._runs.struct
+        begin = memory.layout.part(layer).start * batch.sources.itemsize
+        struct.sources = batch.sources.data_ptr() + begin
+        struct.targets = batch.targets.data_ptr() + begin
+        struct.second = memory.layout.tensors[0].num_bytes
+        for place in range(PAGES):
+            part = cache[place] if place < len(cache) else None
+            struct.pages[place] = pointer(part)
+            struct.page_bytes[place] = 0 if part is None else part[0].nbytes
+        return struct

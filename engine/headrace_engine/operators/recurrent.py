@@ -1,0 +1,201 @@
+"""The parts of recurrent layers between their matrix products, behind one protocol.
+
+`TorchRecurrences` computes them in plain torch, one sequence after the other: right on every
+device, slow, and the reference in the tests of native kernels. Operators that are faster bring
+their own.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Protocol, runtime_checkable
+
+import torch
+from torch.nn import functional as F
+
+from ..core.recurrent_state import StateTensor
+from .recurrences import causal_conv, gated_delta_rule
+from .state_memory import StateMemory
+
+
+@dataclass(frozen=True, slots=True)
+class Convolution:
+    """The weights [C, K] and bias [C] of a convolution of each channel."""
+
+    weight: torch.Tensor
+    bias: torch.Tensor | None
+
+    def __call__(self, x: torch.Tensor, window: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return causal_conv(x, window, self.weight, self.bias)
+
+
+@dataclass(frozen=True, slots=True)
+class DeltaShape:
+    """Heads of a gated delta net: each key head serves the same number of value heads."""
+
+    key_heads: int
+    value_heads: int
+    key_dim: int
+    value_dim: int
+
+    @property
+    def key_width(self) -> int:
+        return self.key_heads * self.key_dim
+
+    @property
+    def value_width(self) -> int:
+        return self.value_heads * self.value_dim
+
+    @property
+    def channels(self) -> int:
+        """Queries, keys and values of a token."""
+        return 2 * self.key_width + self.value_width
+
+    @property
+    def state(self) -> StateTensor:
+        return StateTensor((self.value_heads, self.key_dim, self.value_dim), torch.float32)
+
+
+@dataclass(frozen=True, slots=True)
+class DeltaWeights:
+    """A gated delta net without its products. `a_log`, `dt_bias` [Hv] are float32; `norm` [V]."""
+
+    convolution: Convolution
+    a_log: torch.Tensor
+    dt_bias: torch.Tensor
+    norm: torch.Tensor
+    eps: float
+    shape: DeltaShape
+
+
+class GatedDelta(Protocol):
+    """A gated delta net between its products."""
+
+    def __call__(
+        self,
+        mixed: torch.Tensor,
+        gate: torch.Tensor,
+        beta: torch.Tensor,
+        decay: torch.Tensor,
+        layer: int,
+        memory: StateMemory,
+    ) -> torch.Tensor:
+        """Advances the states of recurrent layer `layer`, and returns [T, Hv * V].
+
+        `mixed` [T, C] are queries, keys and values; `gate` is [T, Hv, V]; `beta` and `decay`
+        [T, Hv] are the inputs of both.
+        """
+
+
+class Recurrences(Protocol):
+    """Makes the recurrent part of a layer from its weights, once."""
+
+    def gated_delta(self, weights: DeltaWeights) -> GatedDelta: ...
+
+
+@runtime_checkable
+class RecurrentOps(Protocol):
+    """Operators with recurrences of their own."""
+
+    @property
+    def recurrences(self) -> Recurrences: ...
+
+
+def recurrences_of(ops: object) -> Recurrences:
+    """The recurrences of a set of operators, or else those in plain torch."""
+    return ops.recurrences if isinstance(ops, RecurrentOps) else TorchRecurrences()
+
+
+class TorchRecurrences:
+    """Plain torch."""
+
+    def gated_delta(self, weights: DeltaWeights) -> "TorchGatedDelta":
+        return TorchGatedDelta(weights)
+
+
+# Maps one run's rows, and the state before it, to its outputs and the state after it.
+Advance = Callable[
+    [tuple[torch.Tensor, ...], tuple[torch.Tensor, ...]],
+    tuple[torch.Tensor, tuple[torch.Tensor, ...]],
+]
+
+
+def scan(
+    layer: int, memory: StateMemory, inputs: tuple[torch.Tensor, ...], advance: Advance
+) -> torch.Tensor:
+    """Advances the states of layer number `layer` of those with a state, and writes them.
+
+    `inputs` [T, ...] are cut into runs. Returns the outputs of all tokens.
+    """
+    before = memory.read(layer)
+    states = [tuple(part[index] for part in before) for index in range(len(before[0]))]
+    count = len(memory.batch.targets)
+    after = [part.new_empty(count, *part.shape[1:]) for part in before]
+    outputs: list[torch.Tensor] = []
+    for run in memory.batch.runs:
+        rows = tuple(part[run.begin : run.end] for part in inputs)
+        output, states[run.sequence] = advance(rows, states[run.sequence])
+        outputs.append(output)
+        for target in run.writes:
+            for part, state in zip(after, states[run.sequence], strict=True):
+                part[target] = state
+    memory.write(layer, after)
+    return torch.cat(outputs)
+
+
+@dataclass(frozen=True, slots=True)
+class TorchGatedDelta:
+    """A gated delta net, in torch."""
+
+    weights: DeltaWeights
+
+    def __call__(
+        self,
+        mixed: torch.Tensor,
+        gate: torch.Tensor,
+        beta: torch.Tensor,
+        decay: torch.Tensor,
+        layer: int,
+        memory: StateMemory,
+    ) -> torch.Tensor:
+        weights = self.weights
+        decays = -weights.a_log.exp() * F.softplus(decay.float() + weights.dt_bias)
+        inputs = (mixed, decays, beta.sigmoid().float())
+        outputs = scan(layer, memory, inputs, self._advance).to(mixed.dtype)
+        return gated_norm(outputs, gate, weights.norm, weights.eps).flatten(1)
+
+    def _advance(
+        self, rows: tuple[torch.Tensor, ...], state: tuple[torch.Tensor, ...]
+    ) -> tuple[torch.Tensor, tuple[torch.Tensor, ...]]:
+        mixed, decay, beta = rows
+        shape = self.weights.shape
+        convolved, window = self.weights.convolution(mixed, state[0])
+        widths = [shape.key_width, shape.key_width, shape.value_width]
+        query, key, value = torch.split(F.silu(convolved).float(), widths, dim=-1)
+        repeats = shape.value_heads // shape.key_heads
+        query, key = (
+            _normed(part.reshape(len(mixed), -1, shape.key_dim)).repeat_interleave(repeats, dim=1)
+            for part in (query, key)
+        )
+        outputs, matrix = gated_delta_rule(
+            query * shape.key_dim**-0.5,
+            key,
+            value.reshape(len(mixed), -1, shape.value_dim),
+            decay,
+            beta,
+            state[1],
+        )
+        return outputs, (window, matrix)
+
+
+def gated_norm(
+    x: torch.Tensor, gate: torch.Tensor, weight: torch.Tensor, eps: float
+) -> torch.Tensor:
+    """RMS norm of each head of x, times silu(gate), both [T, Hv, V]."""
+    wide = x.float()
+    normed = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)
+    return ((weight * normed.to(x.dtype)) * F.silu(gate.float())).to(x.dtype)
+
+
+def _normed(x: torch.Tensor) -> torch.Tensor:
+    """x [..., K] of length 1."""
+    return x * torch.rsqrt((x * x).sum(-1, keepdim=True) + 1e-6)

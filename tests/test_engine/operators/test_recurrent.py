@@ -1,0 +1,163 @@
+"""Native recurrences beside those in torch, for every instruction set that this CPU runs: ragged
+batches, states in scattered blocks, snapshots; chunks give the same bits as the whole."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import pytest
+import torch
+
+from headrace_engine.core.recurrent_state import StateTensor
+from headrace_engine.kernels.cpu import library
+from headrace_engine.operators.base import TorchOps
+from headrace_engine.operators.cpu import NativeOps
+from headrace_engine.operators.recurrent import (
+    Convolution,
+    DeltaShape,
+    DeltaWeights,
+    Recurrences,
+    recurrences_of,
+)
+from headrace_engine.operators.state_memory import StateMemory
+from headrace_testing.cpu_levels import chosen_sets
+from headrace_testing.recurrent_scenes import (
+    LAYER,
+    RAGGED,
+    Run,
+    chunked,
+    copied,
+    make_memory,
+    random,
+    written,
+)
+
+# Torch rounds bfloat16 after each operation, the kernels once.
+TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 6e-2}
+DECODES = tuple(Run(1) for _ in range(5))
+TORCH = recurrences_of(TorchOps())
+
+Part = Callable[[list[torch.Tensor], StateMemory], torch.Tensor]
+
+
+@dataclass(frozen=True)
+class Scene:
+    """A recurrent part with random weights. `make` gives its computation by some recurrences, of
+    rows with `widths` elements."""
+
+    make: Callable[[Recurrences], Part]
+    widths: tuple[tuple[int, ...], ...]
+    tensors: tuple[StateTensor, ...]
+
+    def rows(self, tokens: int, dtype: torch.dtype) -> list[torch.Tensor]:
+        return [
+            random(tokens, *width, seed=10 + seed, dtype=dtype)
+            for seed, width in enumerate(self.widths)
+        ]
+
+
+def convolution(channels: int, size: int, dtype: torch.dtype, *, bias: bool = False) -> Convolution:
+    weight = random(channels, size, seed=1, dtype=dtype)
+    return Convolution(weight, random(channels, seed=2, dtype=dtype) if bias else None)
+
+
+def gated_delta(shape: DeltaShape, dtype: torch.dtype, size: int = 4, **options: Any) -> Scene:
+    weights = DeltaWeights(
+        convolution=convolution(shape.channels, size, dtype, **options),
+        a_log=random(shape.value_heads, seed=3),
+        dt_bias=random(shape.value_heads, seed=4),
+        norm=random(shape.value_dim, seed=5, dtype=dtype),
+        eps=1e-6,
+        shape=shape,
+    )
+
+    def make(recurrences: Recurrences) -> Part:
+        part = recurrences.gated_delta(weights)
+        return lambda rows, memory: part(rows[0], rows[1], rows[2], rows[3], LAYER, memory)
+
+    heads = (shape.value_heads,)
+    widths = ((shape.channels,), (*heads, shape.value_dim), heads, heads)
+    window = StateTensor((shape.channels, size - 1), dtype)
+    return Scene(make, widths, (window, shape.state))
+
+
+SCENES: dict[str, Callable[[torch.dtype], Scene]] = {
+    "gated delta": lambda dtype: gated_delta(DeltaShape(2, 4, 16, 8), dtype),
+    "gated delta, uneven": lambda dtype: gated_delta(
+        DeltaShape(3, 3, 24, 100), dtype, size=3, bias=True
+    ),
+    "gated delta, large": lambda dtype: gated_delta(DeltaShape(1, 2, 128, 128), dtype, size=6),
+}
+
+
+@pytest.fixture(params=chosen_sets())
+def native(request: pytest.FixtureRequest) -> Recurrences:
+    torch.set_num_threads(2)
+    return NativeOps(library.load(request.param)).recurrences
+
+
+@pytest.fixture(params=[torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
+def dtype(request: pytest.FixtureRequest) -> torch.dtype:
+    found = request.param
+    assert isinstance(found, torch.dtype)
+    return found
+
+
+@pytest.fixture(params=SCENES)
+def scene(request: pytest.FixtureRequest, dtype: torch.dtype) -> Scene:
+    return SCENES[request.param](dtype)
+
+
+@pytest.mark.parametrize("pages", [(256,), (112, 80)], ids=["one tensor", "two tensors"])
+@pytest.mark.parametrize("runs", [DECODES, RAGGED], ids=["decodes", "ragged"])
+def test_outputs_and_states_are_those_of_torch(
+    native: Recurrences,
+    scene: Scene,
+    dtype: torch.dtype,
+    runs: tuple[Run, ...],
+    pages: tuple[int, ...],
+) -> None:
+    rows = scene.rows(sum(run.tokens for run in runs), dtype)
+    expected, found = (make_memory(scene.tensors, runs, pages) for _ in range(2))
+    bound, wanted = TOLERANCE[dtype], scene.make(TORCH)(rows, expected)
+    torch.testing.assert_close(scene.make(native)(rows, found), wanted, atol=bound, rtol=bound)
+    for one, other in zip(written(found), written(expected), strict=True):
+        torch.testing.assert_close(one, other, atol=bound, rtol=bound)
+
+
+@pytest.mark.parametrize("chunk", [1, 3, 16])
+def test_chunks_give_the_same_bits(
+    native: Recurrences, scene: Scene, dtype: torch.dtype, chunk: int
+) -> None:
+    runs = [replace(run, snapshots=()) for run in RAGGED]
+    rows = scene.rows(sum(run.tokens for run in runs), dtype)
+    whole = make_memory(scene.tensors, runs, (256,))
+    parts, part = copied(whole), scene.make(native)
+    expected = part(rows, whole)
+    for step, tokens in chunked(parts, runs, chunk):
+        found = part([row[tokens] for row in rows], step)
+        assert torch.equal(found, expected[tokens])
+    for one, other in zip(written(parts), written(whole), strict=True):
+        assert torch.equal(one, other)
+
+
+def test_other_layers_and_sequences_keep_their_states(native: Recurrences) -> None:
+    scene = SCENES["gated delta"](torch.float32)
+    memory = make_memory(scene.tensors, RAGGED, (256,))
+    before, batch = copied(memory), memory.batch
+    scene.make(native)(scene.rows(sum(run.tokens for run in RAGGED), torch.float32), memory)
+    allowed = torch.zeros(len(memory.caches[0][0]), dtype=torch.bool)
+    allowed[batch.targets[:, memory.layout.part(LAYER)].flatten()] = True
+    place = memory.layout.place(LAYER)
+    for at, (one, other) in enumerate(zip(memory.caches, before.caches, strict=True)):
+        changed = (one[0] != other[0]).any(1)
+        assert not (changed & ~allowed).any() if at == place else not changed.any()
+
+
+def test_rows_that_are_views_are_computed(native: Recurrences) -> None:
+    scene = SCENES["gated delta"](torch.float32)
+    rows = scene.rows(5, torch.float32)
+    padded = [torch.cat([row, row], dim=-1)[..., : row.shape[-1]] for row in rows]
+    both = [make_memory(scene.tensors, DECODES, (256,)) for _ in range(2)]
+    part = scene.make(native)
+    assert torch.equal(part(padded, both[0]), part(rows, both[1]))
