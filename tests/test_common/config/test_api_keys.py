@@ -139,5 +139,5 @@ def test_a_key_ends_when_it_expires() -> None:
 
 @pytest.mark.parametrize("name", ["", "A", "-a", "a_b", "a" * 254])
 def test_a_secret_needs_a_name_that_kubernetes_accepts(name: str) -> None:
-    with pytest.raises(ApiKeysError, match="no name for a Secret"):
+    with pytest.raises(ApiKeysError, match="not a valid name of a Secret"):
         secret_manifest(name, [])
