@@ -1,5 +1,5 @@
-"""Measures the host's CPU time for a step of many decodes and one prompt, and for one of decodes
-alone: with CUDA graphs of steps with prompts and without, in turns.
+"""Measures the host's CPU time for a step of many decodes and one prompt, and for a step of decodes
+only. Alternates between engines with and without CUDA graphs for steps with prompts.
 
     PYTHONPATH=engine:common:benchmarks:tests/support \\
         python -m headrace_testing.null_cuda benchmarks/host_mixed_steps.py [--rounds 4]

@@ -79,7 +79,7 @@ def run(layout: KVLayout, num_blocks: int, context: int, requests: int) -> Count
             EngineRequest(request_id=str(number), prompt_token_ids=prompt, params=params, seed=0)
         )
     peak = last = running = 0
-    places = len(layout.of_places)
+    places = len(layout.layer_of_each_place)
     while (scheduler_output := scheduler.schedule()) is not None:
         used = scheduler.kv_cache.pool.num_used * places
         sampling = sum(item.samples for item in scheduler_output.scheduled)
@@ -103,7 +103,9 @@ def main() -> None:
     for shape in SHAPES:
         whole = rows * shape.layers
         for layout in (shape.layout(False), shape.layout(True)):
-            num_blocks = int(whole * sequences / (1 - kept_free)) // len(layout.of_places) + 1
+            num_blocks = (
+                int(whole * sequences / (1 - kept_free)) // len(layout.layer_of_each_place) + 1
+            )
             alone = run(layout, num_blocks, context, 1)
             running = run(layout, num_blocks, context, 8 * sequences).running
             print(

@@ -36,7 +36,7 @@ SECTIONS = ("global", "install", ":env:")
 
 
 class NoUv(Exception):
-    """uv cannot be had, or did not install; the message is what it said."""
+    """uv is not available, or did not install; the message is its output."""
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -77,7 +77,7 @@ def uv(folder: Path = Path(sys.prefix) / "uv") -> Path:
 
 
 def run(command: Sequence[str], environment: Mapping[str, str]) -> None:
-    """Raises NoUv with what the command said if it fails."""
+    """Runs a command. Raises NoUv with its output if it fails."""
     try:
         done = subprocess.run(command, env=environment, stderr=subprocess.PIPE, text=True)
     except OSError as error:

@@ -53,7 +53,7 @@ def test_a_source_root_is_not_a_package(root: str) -> None:
     assert not (ROOT / root / "__init__.py").exists()
 
 
-def test_test_folders_are_no_packages() -> None:
+def test_test_folders_are_not_packages() -> None:
     found = [path for path in (ROOT / "tests").rglob("__init__.py") if "support" not in path.parts]
 
     assert found == []

@@ -82,10 +82,10 @@ def _picture(release: Release) -> str:
         ("get", "events", "--sort-by=.lastTimestamp"),
         ("logs", "--selector=app.kubernetes.io/part-of=headrace", "--tail=25", "--prefix"),
     ]
-    said = []
+    output = []
     for arguments in asked:
         try:
-            said.append(kubectl(*arguments))
+            output.append(kubectl(*arguments))
         except CommandFailed as error:
-            said.append(str(error))
-    return "\n".join(said)
+            output.append(str(error))
+    return "\n".join(output)

@@ -35,9 +35,9 @@ def test_every_component_runs_under_restricted_pod_security(release: Release) ->
 
     # The API server warns of pods that a level would refuse.
     level = "pod-security.kubernetes.io/enforce=restricted"
-    said = run("kubectl", "label", "--overwrite", "--dry-run=server", "namespace",
+    output = run("kubectl", "label", "--overwrite", "--dry-run=server", "namespace",
                release.namespace, level)  # fmt: skip
-    assert "violate" not in said
+    assert "violate" not in output
 
 
 @pytest.mark.parametrize(
@@ -103,14 +103,14 @@ def test_the_policy_for_model_services_narrows_what_they_may_use(release: Releas
     until(lambda: refused(image=others["image"]) == "", "the policy to go")
 
 
-def test_a_second_release_is_told_to_leave_the_definition_alone(release: Release) -> None:
+def test_a_second_release_must_not_install_the_definitions(release: Release) -> None:
     second = ("helm", "install", "second", str(CHART), "--values", str(VALUES), "--dry-run=server")
     with pytest.raises(CommandFailed) as refused:
         run(*second, "--namespace", "default")
 
-    said = str(refused.value)
-    assert f"belongs to the release headrace in namespace {release.namespace}" in said
-    assert "set crds.enabled=false for this release" in said
+    output = str(refused.value)
+    assert f"belongs to the release headrace in namespace {release.namespace}" in output
+    assert "set crds.enabled=false for this release" in output
     assert "kind: Deployment" in run(
         *second, "--namespace", "default", "--set", "crds.enabled=false"
     )

@@ -82,12 +82,12 @@ def planned(service: Service, cases: list[GreedyCase], waits: ProcessorWaits) ->
     after."""
     before = service.engines()
     with ExitStack() as logs:
-        said = {pod: logs.enter_context(PodLog(service.kubectl, pod)) for pod in before}
+        logs_of = {pod: logs.enter_context(PodLog(service.kubectl, pod)) for pod in before}
         with streams(service, cases, waits, PLANNED_PAUSE_S) as watch:
             yield watch
             gone = {pod: watch.until_gone(pod) for pod in set(before) - set(service.engines())}
     assert gone, "no engine went"
-    ends = {pod: Span(last_end(said[pod], watch.told(pod)), at) for pod, at in gone.items()}
+    ends = {pod: Span(last_end(logs_of[pod], watch.told(pod)), at) for pod, at in gone.items()}
     late = {pod: waits.own_seconds(end) for pod, end in ends.items()}
     logger.info("gone after the last stream: %s, of %s", late, ends)
     assert max(late.values()) <= AFTER_LAST_STREAM_S, ends
@@ -202,12 +202,12 @@ def test_spot_notice(engines: Service, long_cases: list[GreedyCase], waits: Proc
     until(lambda: not set(old) & set(engines.engines()), "the engines to be new", 240)
     engines.until_ready(2)
     victim = engines.engines()[0]
-    with PodLog(engines.kubectl, victim) as said:
+    with PodLog(engines.kubectl, victim) as logs_of:
         with streams(engines, long_cases, waits, PLANNED_PAUSE_S) as watch:
             engines.kubectl("delete", "pod", victim, f"--grace-period={NOTICE_S}", "--wait=false")
             watch.until_gone(victim)
             engines.until_ready(2)
-    (drained,) = said.entries("drained")
+    (drained,) = logs_of.entries("drained")
     assert drained["given_back"] > 0, "no stream had to move"
 
 

@@ -101,8 +101,8 @@ def _listen(process: "subprocess.Popen[bytes]", log: Path) -> None:
 def _where(log: Path) -> str:
     """The last line of the log, followed by the innermost stack frames of the main thread, if
     faulthandler has printed them."""
-    said, *threads = THREAD.split(log.read_text(errors="replace"))
-    last = said.strip().rpartition("\n")[2][-250:]
+    printed, *threads = THREAD.split(log.read_text(errors="replace"))
+    last = printed.strip().rpartition("\n")[2][-250:]
     lines = map(str.strip, threads[-1].splitlines() if threads else [])
     places = [line for line in lines if line.startswith("File")]
     shown = [last, *([f"in {' < '.join(places[:3])}"[:400]] if places else [])]

@@ -108,7 +108,7 @@ class FollowedFile(ABC, Generic[Content]):
         """Logs a failure once; the file, perhaps incomplete, is read again every few seconds."""
         if reason != self.failing:
             extra = {"path": str(self._path), "error": reason}
-            logger.error("%s cannot be read, those known stay", self.name, extra=extra)
+            logger.error("%s cannot be read, the known ones stay", self.name, extra=extra)
         self.failing = reason
 
     def _log_failure(self, task: asyncio.Task[None]) -> None:

@@ -268,7 +268,7 @@ def test_kinds_of_kernels_are_compared_with_their_minimum_time() -> None:
     assert floors["attention"] == pytest.approx(1024 * 131_072 / 3e6)
 
 
-def test_chosen_kernels_are_lines_with_their_share_of_the_roof(tmp_path: Path) -> None:
+def test_chosen_kernels_are_reported_with_their_share_of_the_peak(tmp_path: Path) -> None:
     tuned = tmp_path / "tuned"
     tuned.mkdir()
     kernel = {

@@ -10,7 +10,7 @@ from contextlib import ExitStack
 import pytest
 
 from headrace_testing.chaos.cases import Workload
-from headrace_testing.chaos.command import EVIL, Worlds, drawn_shards, worlds
+from headrace_testing.chaos.command import FAULTY_PROCESSES, Worlds, drawn_shards, worlds
 from headrace_testing.chaos.scene import Fault
 from headrace_testing.chaos.workload import make_workload
 from headrace_testing.forked import Forge
@@ -42,7 +42,7 @@ def worlds_by_seed(
 ) -> Iterator[dict[int, Worlds]]:
     last = request.config.getoption("--seeds", None)
     seeds = USUAL_SEEDS if last is None else range(1, last + 1)
-    forge = Forge(EVIL)
+    forge = Forge(FAULTY_PROCESSES)
     with ExitStack() as stack:
         made = {
             seed: stack.enter_context(

@@ -56,7 +56,9 @@ def test_without_keys_no_object_mentions_them() -> None:
         ({"existingSecret": "api-keys"}, "set gateway.apiKeys.enabled=true"),
     ],
 )
-def test_half_a_setting_is_refused_with_its_remedy(keys: dict[str, object], remedy: str) -> None:
+def test_an_incomplete_setting_is_refused_with_its_remedy(
+    keys: dict[str, object], remedy: str
+) -> None:
     with pytest.raises(HelmError, match=remedy):
         render({"gateway": {"apiKeys": keys}})
 

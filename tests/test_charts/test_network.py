@@ -192,7 +192,7 @@ def test_redis_opens_no_connections() -> None:
     assert not {c for c in connections(render()) if c[0] == "redis"}
 
 
-def test_servers_with_sentinels_reach_each_other_and_names() -> None:
+def test_servers_with_sentinels_reach_each_other_and_dns() -> None:
     objects = render(scenario("bundled-sentinel-values"))
     passing = connections(objects)
     policies = of_kind(objects, "NetworkPolicy")

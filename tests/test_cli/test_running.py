@@ -48,7 +48,7 @@ def test_commands_find_what_runs_with_the_folder(tmp_path: Path) -> None:
     assert not (tmp_path / "running.json").exists()
 
 
-def test_without_a_running_system_the_defaults_count(tmp_path: Path) -> None:
+def test_without_a_running_system_the_defaults_are_used(tmp_path: Path) -> None:
     assert find_running(tmp_path) is None
     assert api_url(None, tmp_path) == "http://127.0.0.1:8000/v1"
     assert engine_url(None, tmp_path, None) is None
@@ -71,7 +71,7 @@ def test_an_unreadable_file_counts_as_absent(tmp_path: Path, text: str) -> None:
         assert find_running(tmp_path) is None
 
 
-def test_the_file_has_a_version_and_goes_after_an_error_too(tmp_path: Path) -> None:
+def test_the_file_has_a_version_and_is_removed_even_after_an_error(tmp_path: Path) -> None:
     with suppress(RuntimeError), DataDir(tmp_path) as data, described(SYSTEM, data):
         assert json.loads((tmp_path / "running.json").read_text())["version"] == 1
         raise RuntimeError

@@ -33,11 +33,11 @@ def test_a_line_ends_between_words(pieces: tuple[str, ...], text: str) -> None:
     assert wrapped(*pieces) == text
 
 
-def test_elsewhere_text_is_as_it_is() -> None:
+def test_other_output_is_unchanged() -> None:
     assert wrapped("one two th", "ree four", terminal=False) == "one two three four"
 
 
-def test_a_style_holds_for_its_text_alone() -> None:
+def test_a_style_applies_to_its_own_text_only() -> None:
     out = StringIO()
     writer = WordWrapper(Console(width=20, file=out, force_terminal=True, color_system="standard"))
     writer.write("hm", style="dim")

@@ -150,7 +150,7 @@ CHECKS: Mapping[str, Callable[[tuple[str, ...]], None]] = {
 
 
 @pytest.mark.parametrize("command", shell(), ids=str)
-def test_a_command_is_one_that_there_is(command: Command, document: Mapping[str, Any]) -> None:
+def test_a_documented_command_exists(command: Command, document: Mapping[str, Any]) -> None:
     name, *words = command.words
     if name == "curl":
         curl(tuple(words), document)

@@ -174,7 +174,7 @@ def test_a_chat_is_copied_as_code_without_the_key(console: Console, up: UpProces
     assert "OpenAI" in compiled.co_names
 
 
-def test_a_field_that_is_no_json_is_refused_before_anything_is_sent(console: Console) -> None:
+def test_a_field_that_is_not_json_is_refused_before_anything_is_sent(console: Console) -> None:
     console.open()
     console.set(tools="[")
     console.send("Hello!")

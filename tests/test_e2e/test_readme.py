@@ -55,7 +55,7 @@ def test_the_sdk_example(served: UpProcess) -> None:
     assert len(printed.split()) > 10
 
 
-def test_the_program_of_those_who_come_from_openai(served: UpProcess) -> None:
+def test_the_example_for_users_of_openai(served: UpProcess) -> None:
     (example,) = [each for each in blocks() if each.page.name == "coming-from-openai.md"]
     assert run(sys.executable, "-c", here(example.text, served)) == "headrace-demo\n"
 

@@ -74,7 +74,7 @@ def test_a_stream_continues_within_its_grammar_on_another_engine(stack: Stack) -
     until(stack.queue_is_empty, "the queue to be empty")
 
 
-def test_a_grammar_that_turns_out_too_heavy_is_the_clients_fault(stack: Stack) -> None:
+def test_a_grammar_that_becomes_too_costly_is_a_client_error(stack: Stack) -> None:
     body = {
         "model": MODEL,
         "prompt": "x",

@@ -1,5 +1,5 @@
 """The engine's image itself, on the null CUDA device, as its pod would run it. `ENGINE_ROOT` names
-its root filesystem; building it takes gigabytes, so it is not there in every run.
+its root filesystem. Without it the tests are skipped, because building it takes gigabytes.
 """
 
 import os
@@ -43,7 +43,7 @@ def test_decode_steps_of_the_demo_model_compile_nothing_and_launch() -> None:
     assert done.stdout.splitlines() == ['{"tokens": [6, 6, 6, 6, 6, 6]}'], "no file is written"
 
 
-def test_without_what_was_compiled_ahead_the_image_cannot_run_on_a_gpu() -> None:
+def test_without_precompiled_kernels_the_image_cannot_run_on_a_gpu() -> None:
     done = run(DECODE, hidden=f"/opt/headrace/{SHIPPED}")
     assert done.returncode != 0
     assert "Failed to find C compiler" in done.stderr

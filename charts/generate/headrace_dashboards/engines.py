@@ -32,13 +32,13 @@ def _batch() -> tuple[Panel, ...]:
     return (
         Panel(
             title="Sequences",
-            description="Running ones are the batch; waiting ones were taken but do not fit yet.",
+            description="Running sequences form the batch; waiting ones do not fit yet.",
             queries=(Query(q.total(sequences, state), f"{{{{{state}}}}}"),),
             look=Look.STACKED,
         ),
         Panel(
             title="Batch size by engine",
-            description="Sequences that each engine computes in a step, and the most that one may.",
+            description="Sequences that each engine computes in a step, and the maximum.",
             queries=(
                 Query(q.total(running, q.POD), _POD),
                 Query(f"max({q.series(names.ENGINE_CAPACITY)})", "at most"),
@@ -46,7 +46,7 @@ def _batch() -> tuple[Panel, ...]:
         ),
         Panel(
             title="Tokens",
-            description="Prompt tokens taken in and output tokens made, a second.",
+            description="Prompt tokens received and output tokens generated per second.",
             queries=(Query(q.total(q.rate(names.ENGINE_TOKENS), kind), f"{{{{{kind}}}}}"),),
             unit=Unit.TOKENS_PER_SECOND,
         ),
@@ -58,13 +58,13 @@ def _steps() -> tuple[Panel, ...]:
     return (
         Panel(
             title="Step time",
-            description="How long one engine step takes; inter-token latency follows it.",
+            description="Duration of an engine step, which determines the inter-token latency.",
             queries=percentiles(names.ENGINE_STEP_DURATION),
             unit=Unit.SECONDS,
         ),
         Panel(
             title="Step time, spread",
-            description="How many steps took how long, over time.",
+            description="Distribution of step durations over time.",
             queries=(Query(q.buckets(names.ENGINE_STEP_DURATION)),),
             unit=Unit.SECONDS,
             look=Look.HEATMAP,
@@ -77,14 +77,14 @@ def _steps() -> tuple[Panel, ...]:
         ),
         Panel(
             title="Decode tokens per step, spread",
-            description="How full the decode part of batches is, over time.",
+            description="Distribution of the decode tokens in a step over time.",
             queries=(Query(q.buckets(names.ENGINE_STEP_TOKENS, f'{phase}="decode"')),),
             unit=Unit.TOKENS,
             look=Look.HEATMAP,
         ),
         Panel(
             title="Steps",
-            description="Steps a second of each engine.",
+            description="Steps per second of each engine.",
             queries=(
                 Query(q.total(q.rate(names.ENGINE_STEP_DURATION, suffix="_count"), q.POD), _POD),
             ),
@@ -92,7 +92,7 @@ def _steps() -> tuple[Panel, ...]:
         ),
         Panel(
             title="Time since the last step",
-            description="While there is work; an engine that only grows here is stuck.",
+            description="Only while there is work. An engine whose time keeps growing is stuck.",
             queries=(Query(f"max by ({q.POD}) ({q.series(names.ENGINE_STEP_LAST_AGE)})", _POD),),
             unit=Unit.SECONDS,
         ),
@@ -105,20 +105,20 @@ def _cache() -> tuple[Panel, ...]:
     return (
         Panel(
             title="KV utilisation",
-            description="Share of blocks that sequences hold; cached ones can be had back.",
+            description="Share of blocks in use by sequences, without cached blocks.",
             queries=(Query(f"max by ({q.POD}) ({q.series(names.ENGINE_KV_UTILIZATION)})", _POD),),
             unit=Unit.SHARE,
             maximum=1,
         ),
         Panel(
             title="KV blocks",
-            description="Of all engines: used by sequences, kept for prefixes, free.",
+            description="Blocks of all engines: used by sequences, cached for prefixes, free.",
             queries=(Query(blocks, f"{{{{{state}}}}} {{{{{place}}}}}"),),
             look=Look.STACKED,
         ),
         Panel(
             title="Preemptions",
-            description="Sequences that gave their KV blocks up to others, a second.",
+            description="Sequences per second that gave up their KV blocks to others.",
             queries=(
                 Query(
                     q.total(q.rate(names.ENGINE_PREEMPTIONS), q.POD, kind), f"{_POD} {{{{{kind}}}}}"
@@ -135,34 +135,34 @@ def _cache() -> tuple[Panel, ...]:
         ),
         Panel(
             title="Prefix lookups",
-            description="Prompt tokens looked up in the prefix cache, a second, by result.",
+            description="Prompt tokens per second looked up in the prefix cache, by result.",
             queries=(_by_result(names.ENGINE_PREFIX_CACHE_TOKENS),),
             unit=Unit.TOKENS_PER_SECOND,
             look=Look.STACKED,
         ),
         Panel(
             title="Speculation",
-            description="Drafted tokens a second, by whether they were accepted.",
+            description="Drafted tokens per second, by whether they were accepted.",
             queries=(_by_result(names.ENGINE_SPEC_TOKENS),),
             unit=Unit.TOKENS_PER_SECOND,
             look=Look.STACKED,
         ),
         Panel(
             title="KV waste",
-            description="Places of used blocks that hold nothing, over those that hold something.",
+            description="Unused slots of used blocks, divided by used slots.",
             queries=(Query(f"max by ({q.POD}) ({q.series(names.ENGINE_KV_WASTE)})", _POD),),
             unit=Unit.SHARE,
         ),
         Panel(
             title="Swapped KV",
-            description="Copied to host memory (out) and back (in), of all engines.",
+            description="Bytes per second copied to host memory (out) and back (in).",
             queries=(Query(q.total(q.rate(names.ENGINE_KV_SWAPPED), kind), f"{{{{{kind}}}}}"),),
             unit=Unit.BYTES_PER_SECOND,
         ),
         Panel(
             title="Placement",
-            description="Requests taken, a second: by the engine that likely has their beginning "
-            "cached (placed), by another (stolen), or anybody's.",
+            description="Requests taken per second: by the engine that probably has their start "
+            "cached (placed), by another one (stolen), or by any engine (unplaced).",
             queries=(_by_result(names.QUEUE_PLACEMENTS),),
             unit=Unit.PER_SECOND,
             look=Look.STACKED,

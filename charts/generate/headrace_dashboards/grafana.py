@@ -1,4 +1,5 @@
-"""Dashboards as Grafana's JSON, by Grafana's own builders (schema of 10.1; later ones read it)."""
+"""Dashboards as Grafana's JSON, made by Grafana's own builders. The schema is that of Grafana 10.1,
+which later versions also read."""
 
 import json
 from string import ascii_uppercase

@@ -70,7 +70,7 @@ def total(expression: str, *by: str) -> str:
 
 
 def same_everywhere(metric: Metric) -> str:
-    """A value that every gateway reports alike: a sum would count it several times."""
+    """A value that is the same at every gateway: a sum would count it several times."""
     return f"max by ({MODEL}) ({series(metric)})"
 
 

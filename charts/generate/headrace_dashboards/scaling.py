@@ -78,14 +78,14 @@ def _operator() -> tuple[Panel, ...]:
         ),
         Panel(
             title="Cold starts, spread",
-            description="How many engine pods needed how long, over time.",
+            description="Distribution of the start times of engine pods over time.",
             queries=(Query(q.buckets(names.OPERATOR_COLD_START_DURATION)),),
             unit=Unit.SECONDS,
             look=Look.HEATMAP,
         ),
         Panel(
             title="Reconciliations",
-            description="Finished reconciliations a second, by result.",
+            description="Finished reconciliations per second, by result.",
             queries=(
                 Query(q.total(q.rate(names.OPERATOR_RECONCILES), result), f"{{{{{result}}}}}"),
             ),

@@ -55,7 +55,7 @@ def _traffic() -> tuple[Panel, ...]:
     return (
         Panel(
             title="Requests",
-            description="Requests that ended, a second, by operation.",
+            description="Requests that ended per second, by operation.",
             queries=(
                 Query(q.total(ended, q.MODEL, operation), f"{{{{{q.MODEL}}}}} {{{{{operation}}}}}"),
             ),
@@ -64,7 +64,7 @@ def _traffic() -> tuple[Panel, ...]:
         ),
         Panel(
             title="Errors",
-            description="Requests that ended with an error, a second, by its code.",
+            description="Requests per second that ended with an error, by its code.",
             queries=(Query(q.total(errors, q.CODE), f"{{{{{q.CODE}}}}}"),),
             unit=Unit.PER_SECOND,
             look=Look.STACKED,
@@ -82,7 +82,7 @@ def _traffic() -> tuple[Panel, ...]:
         ),
         Panel(
             title="Tokens",
-            description="Tokens of the requests that ended, a second.",
+            description="Tokens per second of the requests that ended.",
             queries=(
                 Query(
                     q.total(q.rate(names.TOKEN_USAGE, suffix="_sum"), q.TOKEN_TYPE),
@@ -93,14 +93,14 @@ def _traffic() -> tuple[Panel, ...]:
         ),
         Panel(
             title="Prompt lengths",
-            description="Input tokens a request.",
+            description="Input tokens per request.",
             queries=(Query(q.buckets(names.TOKEN_USAGE, f'{q.TOKEN_TYPE}="input"')),),
             unit=Unit.TOKENS,
             look=Look.HEATMAP,
         ),
         Panel(
             title="Output lengths",
-            description="Output tokens a request.",
+            description="Output tokens per request.",
             queries=(Query(q.buckets(names.TOKEN_USAGE, f'{q.TOKEN_TYPE}="output"')),),
             unit=Unit.TOKENS,
             look=Look.HEATMAP,
@@ -116,7 +116,7 @@ def _latency() -> tuple[Panel, ...]:
     def spread(title: str, metric: Metric, match: str = "") -> Panel:
         return Panel(
             title=title,
-            description=f"{metric.description} How many fell where, over time.",
+            description=f"{metric.description} Its distribution over time.",
             queries=(Query(q.buckets(metric, match)),),
             unit=Unit.SECONDS,
             look=Look.HEATMAP,
@@ -206,14 +206,14 @@ def _tenants() -> tuple[Panel, ...]:
     return (
         Panel(
             title="Requests by tenant",
-            description="Requests that ended, a second. Needs API keys, as all of this row.",
+            description="Requests that ended per second. This row needs API keys.",
             queries=(Query(q.total(requests, q.TENANT), tenant),),
             unit=Unit.PER_SECOND,
             look=Look.STACKED,
         ),
         Panel(
             title="Tokens by tenant",
-            description="Input and output tokens of the requests that ended, a second.",
+            description="Input and output tokens per second of the requests that ended.",
             queries=(Query(q.total(tokens, q.TENANT), tenant),),
             unit=Unit.TOKENS_PER_SECOND,
             look=Look.STACKED,
@@ -234,7 +234,7 @@ def _tenants() -> tuple[Panel, ...]:
         Panel(
             title="Refused by tenant",
             description=(
-                "Requests refused, a second, by reason: rate_limit is a limit of the tenant's key."
+                "Requests refused per second, by reason. rate_limit is a limit of the tenant's key."
             ),
             queries=(Query(refused, f"{tenant} {{{{{reason}}}}}"),),
             unit=Unit.PER_SECOND,
@@ -244,8 +244,8 @@ def _tenants() -> tuple[Panel, ...]:
         Panel(
             title="Stored by tenant",
             description=(
-                "Bytes that tenants leave in Redis (stored requests, files, batches), and what one "
-                "may leave."
+                "Bytes that tenants store in Redis (stored requests, files, batches), and what one "
+                "may store."
             ),
             queries=(
                 Query(f"max by ({q.TENANT}) ({stored})", tenant),
@@ -265,13 +265,13 @@ def _keys() -> Panel:
     return Panel(
         title="API keys",
         description=(
-            "Keys that gateways accept; gateways whose file of keys cannot be used, so that older "
-            "keys count; requests a second without a valid key."
+            "Keys that gateways accept; gateways that cannot read their key file, so that earlier "
+            "keys stay in use; requests per second without a valid key."
         ),
         queries=(
             Query(f"max({q.pods(names.GATEWAY_API_KEYS.prometheus_name)})", "keys"),
             Query(f"count({current}) - sum({current})", "gateways with an unusable file"),
-            Query(q.total(f"rate({strangers}[{q.WINDOW}])"), "refused a second"),
+            Query(q.total(f"rate({strangers}[{q.WINDOW}])"), "refused per second"),
         ),
         width=6,
     )
@@ -282,8 +282,8 @@ def _grammars() -> Panel:
     return Panel(
         title="Grammar checks",
         description=(
-            "Schemas, expressions and grammars that gateways had not seen before, a second, by "
-            "result. too_expensive and busy: somebody sends what takes long to compile."
+            "Schemas, expressions and grammars per second that gateways had not seen before, by "
+            "result. too_expensive and busy: a client sends grammars that take long to compile."
         ),
         queries=(Query(q.total(f"rate({checks}[{q.WINDOW}])", result), f"{{{{{result}}}}}"),),
         unit=Unit.PER_SECOND,
@@ -312,9 +312,9 @@ def _batches() -> tuple[Panel, ...]:
         ),
         Panel(
             title="Batch requests",
-            description="Requests of batches that got their result, a second; and those left.",
+            description="Batch requests that got their result per second, and the remaining ones.",
             queries=(
-                Query(q.total(f"rate({done}[{q.WINDOW}])", result), f"{{{{{result}}}}} a second"),
+                Query(q.total(f"rate({done}[{q.WINDOW}])", result), f"{{{{{result}}}}} per second"),
                 Query(f"max({q.pods(names.BATCH_REQUESTS_LEFT.prometheus_name)})", "left"),
             ),
             width=6,
@@ -328,7 +328,8 @@ def _batches() -> tuple[Panel, ...]:
         ),
         Panel(
             title="Ended batches",
-            description="Batches that ended, by state: expired ones ran out of their window.",
+            description="Batches that ended, by state. Expired batches did not finish within their "
+            "window.",
             queries=(Query(q.total(f"increase({ended}[{q.WINDOW}])", state), f"{{{{{state}}}}}"),),
             look=Look.BARS,
             width=6,
@@ -341,7 +342,7 @@ def _faults() -> tuple[Panel, ...]:
         Panel(
             title="Disconnects and redeliveries",
             description=(
-                "Clients that went away before the end; requests that another engine took over "
+                "Clients that disconnected before the end; requests that another engine took over "
                 "because theirs went silent."
             ),
             queries=(
@@ -353,7 +354,7 @@ def _faults() -> tuple[Panel, ...]:
         ),
         Panel(
             title="Dead letters",
-            description="Messages set aside since they cannot be served. Always worth a look.",
+            description="Messages set aside because they cannot be served. Always worth a look.",
             queries=(
                 Query(
                     f"max by ({q.MODEL}) ({q.increase(names.QUEUE_DEAD_LETTERS)})",
@@ -386,7 +387,7 @@ def _faults() -> tuple[Panel, ...]:
         ),
         Panel(
             title="Redis commands",
-            description="Commands a second, scripts' own included. Needs redis_exporter.",
+            description="Commands per second, including those of scripts. Needs redis_exporter.",
             queries=(Query(q.total(f"rate({q.pods(q.REDIS_COMMANDS)}[{q.WINDOW}])"), "commands"),),
             unit=Unit.PER_SECOND,
             width=12,

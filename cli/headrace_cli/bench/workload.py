@@ -177,7 +177,7 @@ class Maker(Protocol[Begun]):
 def synthetic_jobs(
     maker: Maker[Begun], sizes: Iterable[Sizes], prefixes: Prefixes | None = None, *, seed: int
 ) -> Iterator[Job]:
-    """A request for each of `sizes`. Without prefixes, no two prompts begin alike."""
+    """A request for each of `sizes`. Without prefixes, no two prompts have the same beginning."""
     rng = random.Random(f"{seed} prompts")
     beginnings: list[Begun | tuple[()]] = [()]
     if prefixes is not None:

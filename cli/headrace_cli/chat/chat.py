@@ -128,15 +128,15 @@ class Chat:
         An interrupted answer stays in the conversation; a turn without an answer does not.
         """
         self.messages.append({"role": "user", "content": text})
-        said: list[str] = []
+        pieces: list[str] = []
         try:
             async for delta in self._client.answer(self._model, self.messages):
                 self._show(delta)
-                said.append(delta.content)
+                pieces.append(delta.content)
         finally:
             self._text.flush()
             self._out.print()
-            if answer := "".join(said):
+            if answer := "".join(pieces):
                 self.messages.append({"role": "assistant", "content": answer})
             else:
                 self.messages.pop()

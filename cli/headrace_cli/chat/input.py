@@ -13,8 +13,8 @@ _MOST_LINES = 1000
 class MessageReader:
     """Reads messages from standard input.
 
-    On a terminal, a line that ends with a backslash continues, and three double quotes begin and
-    end a message of several lines. `history` is the file of earlier lines; None keeps none.
+    On a terminal, a line that ends with a backslash continues. Three double quotes begin and end a
+    message of several lines. `history` is the file of earlier lines; None keeps none.
     """
 
     def __init__(self, history: Path | None) -> None:

@@ -32,7 +32,7 @@ def create(file: File, as_json: AsJson = False) -> None:
 
 @app.command(epilog="Example: headrace sealing add --file sealing.json")
 def add(file: File, as_json: AsJson = False) -> None:
-    """Add a key that opens; it seals once it is used."""
+    """Add a key that opens sealed data; `use` makes it seal, too."""
     _keyring(file, as_json).add()
 
 

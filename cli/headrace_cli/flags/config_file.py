@@ -1,4 +1,4 @@
-"""Reads the flags of a file in vLLM's form: YAML, with a flag's name without dashes as each key."""
+"""Reads a file of flags in vLLM's format: YAML whose keys are the flags' names without dashes."""
 
 import json
 from collections.abc import Iterator
@@ -9,7 +9,7 @@ import yaml
 
 from ..errors import UsageError
 
-_FORM = "each line is a flag without its dashes and a value, as max-model-len: 4096"
+_FORMAT = "each line is a flag without its dashes and a value, such as max-model-len: 4096"
 
 
 def config_words(path: Path) -> list[str]:
@@ -19,9 +19,9 @@ def config_words(path: Path) -> list[str]:
     except OSError as error:
         raise UsageError(f"--config: cannot read {path} ({error.strerror})") from error
     except (yaml.YAMLError, ValueError) as error:
-        raise UsageError(f"--config: {path} is not YAML", _FORM) from error
+        raise UsageError(f"--config: {path} is not YAML", _FORMAT) from error
     if not isinstance(found, dict):
-        raise UsageError(f"--config: {path} has no flags", _FORM)
+        raise UsageError(f"--config: {path} has no flags", _FORMAT)
     return [word for key, value in found.items() for word in _words(f"--{key}", value)]
 
 

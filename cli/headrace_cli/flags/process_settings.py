@@ -117,7 +117,7 @@ def _must_be(name: str, path: Path, named: str) -> None:
     remedy = _INLINE if "{{" in str(path) or "{%" in str(path) else f"give the path of a {what}"
     if name == "api_keys_file":
         remedy = f"`headrace keys create NAME --file {path}` makes it"
-    raise UsageError(f"{named}: {str(path)[:_MOST_SHOWN]} is no {what} here", remedy)
+    raise UsageError(f"{named}: {str(path)[:_MOST_SHOWN]} is not a {what} here", remedy)
 
 
 def _arity(annotation: Any) -> Arity:

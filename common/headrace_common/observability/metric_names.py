@@ -91,7 +91,8 @@ TOKEN_USAGE = Metric(
     _TOKEN_COUNTS,
 )
 
-# The queue. Every gateway reads the same queue: take max, not sum, over gateways of the gauges.
+# The queue. Every gateway reads the same queue: use the max, not the sum, of its gauges over
+# gateways.
 QUEUE_DEPTH = Metric(
     "headrace.queue.depth",
     MetricKind.GAUGE,
@@ -195,14 +196,14 @@ STORE_USED = Metric(
     "headrace.store.used",
     MetricKind.GAUGE,
     "By",
-    "Bytes that tenants leave in Redis: stored requests, files, batches (the same value from every "
+    "Bytes that tenants store in Redis: stored requests, files, batches (the same value from every "
     "gateway).",
 )
 STORE_LIMIT = Metric(
     "headrace.store.limit",
     MetricKind.GAUGE,
     "By",
-    "Bytes that one tenant may leave in Redis, as this gateway is set.",
+    "Bytes that one tenant may store in Redis, as set for this gateway.",
 )
 
 # The gateway's connections.
@@ -222,19 +223,19 @@ GATEWAY_API_KEYS = Metric(
     "headrace.gateway.api_keys",
     MetricKind.GAUGE,
     "{key}",
-    "API keys that this gateway accepts; absent where keys are off.",
+    "API keys that this gateway accepts; absent without API keys.",
 )
 GATEWAY_API_KEYS_CURRENT = Metric(
     "headrace.gateway.api_keys.current",
     MetricKind.GAUGE,
     "1",
-    "1 where the keys are those of their file, 0 where that cannot be used and older ones count.",
+    "1 if the keys are those of their file, 0 if it cannot be read and earlier keys stay in use.",
 )
 GATEWAY_UNAUTHORIZED = Metric(
     "headrace.gateway.unauthorized",
     MetricKind.COUNTER,
     "{request}",
-    "Requests that were refused for want of a valid API key.",
+    "Requests that were refused because they had no valid API key.",
 )
 GATEWAY_GRAMMAR_CHECKS = Metric(
     "headrace.gateway.grammar_checks",
@@ -255,7 +256,7 @@ ENGINE_CAPACITY = Metric(
     "headrace.engine.capacity",
     MetricKind.GAUGE,
     "{sequence}",
-    "Sequences that this engine runs at once at most.",
+    "The most sequences that this engine runs at once.",
 )
 ENGINE_KV_UTILIZATION = Metric(
     "headrace.engine.kv.utilization",
@@ -312,7 +313,7 @@ ENGINE_PREEMPTIONS = Metric(
     "headrace.engine.preemptions",
     MetricKind.COUNTER,
     "{preemption}",
-    "Sequences that gave their KV blocks up, by kind.",
+    "Sequences that gave up their KV blocks, by kind.",
 )
 ENGINE_PREFIX_CACHE_TOKENS = Metric(
     "headrace.engine.prefix_cache.tokens",

@@ -117,7 +117,7 @@ class Telemetry:
     """The instruments of a process. `registry` is None if no Prometheus endpoint is open.
 
     `tracing` and `measuring` say whether spans and metrics are exported, so that callers need not
-    prepare them in vain.
+    prepare data that is not exported.
     """
 
     meter: Meter

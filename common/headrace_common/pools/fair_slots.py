@@ -58,14 +58,14 @@ class FairSlots:
         if self._may_enter(tenant):
             self._held[tenant] += 1
             return
-        place = self._queue(tenant)
+        waiter = self._queue(tenant)
         try:
-            await place
+            await waiter
         except asyncio.CancelledError:
-            if place.done() and not place.cancelled():  # it got a slot meanwhile
+            if waiter.done() and not waiter.cancelled():  # it got a slot meanwhile
                 self.leave(tenant)
             else:
-                self._remove(tenant, place)
+                self._remove(tenant, waiter)
             raise
 
     def _may_enter(self, tenant: str) -> bool:
@@ -77,15 +77,15 @@ class FairSlots:
             raise SlotsFull(tenant=True)
         if sum(map(len, self._waiting.values())) >= self._most:
             raise SlotsFull(tenant=False)
-        place: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self._waiting.setdefault(tenant, deque()).append(place)
-        return place
+        waiter: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._waiting.setdefault(tenant, deque()).append(waiter)
+        return waiter
 
-    def _remove(self, tenant: str, place: asyncio.Future[None]) -> None:
-        places = self._waiting.get(tenant, deque())
-        if place in places:
-            places.remove(place)
-            if not places:
+    def _remove(self, tenant: str, waiter: asyncio.Future[None]) -> None:
+        waiters = self._waiting.get(tenant, deque())
+        if waiter in waiters:
+            waiters.remove(waiter)
+            if not waiters:
                 del self._waiting[tenant]
 
     def leave(self, tenant: str) -> None:
@@ -93,11 +93,11 @@ class FairSlots:
         self._held[tenant] -= 1
         self._held = +self._held
         while (following := next(filter(self._may_enter, self._waiting), None)) is not None:
-            places = self._waiting.pop(following)
-            place = places.popleft()
-            if places:  # its next caller comes after those of other tenants
-                self._waiting[following] = places
-            if not place.cancelled():
+            waiters = self._waiting.pop(following)
+            waiter = waiters.popleft()
+            if waiters:  # its next caller comes after those of other tenants
+                self._waiting[following] = waiters
+            if not waiter.cancelled():
                 self._held[following] += 1
-                place.set_result(None)
+                waiter.set_result(None)
                 return

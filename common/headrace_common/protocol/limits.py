@@ -14,7 +14,7 @@ from typing import Protocol
 
 # How long a gateway may be silent before its requests no longer count as running.
 LEASE_MS = 30_000
-# How long the usual duration of a key's requests is remembered when nothing is asked.
+# How long the usual duration of a key's requests is remembered without further requests.
 IDLE_MS = 600_000
 # The weight of the last request in that duration.
 WEIGHT = 0.2

@@ -111,7 +111,7 @@ class AesSealer:
         try:
             return cipher.decrypt(_ZEROS + number, rest, _associated(kind, binding))
         except InvalidTag:
-            raise SealingError(f"{kind}: it was changed, or is another one's") from None
+            raise SealingError(f"{kind}: it was changed, or belongs to another place") from None
 
     def _cipher(self, kind: PayloadKind, header: bytes) -> AESGCM:
         readers = self._readers

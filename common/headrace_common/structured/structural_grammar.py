@@ -1,8 +1,9 @@
 """Structural tags as grammars of llguidance.
 
 If a fixed text is a token that ordinary text cannot produce (a special token, or an added one
-written `<...>`), that token is meant; `tokens` names these. The same text spelled with other tokens
-still begins its structure, so that every reader of the text sees the same structure.
+written `<...>`), the grammar uses that token; `tokens` contains these tokens. The same text spelled
+with other tokens still begins its structure, so that every reader of the text sees the same
+structure.
 """
 
 import json
@@ -169,7 +170,7 @@ class _Writer:
             case Repeat():
                 return self._repeat(node, unless)
             case OrderedList():
-                return self._listed(node)
+                return self._ordered_list(node)
             case TriggeredTags():
                 return self._triggered(node, unless)
         raise AssertionError(f"not a format: {node!r}")
@@ -221,7 +222,7 @@ class _Writer:
             written += f" ({separator} {content})*"
         return f"({written})?" if node.optional else f"({written})"
 
-    def _listed(self, node: OrderedList) -> str:
+    def _ordered_list(self, node: OrderedList) -> str:
         """The first element that is present, then the later ones."""
         separator = _quoted(node.separator)
         firsts: list[str] = []

@@ -150,7 +150,8 @@ def _tag_text(value: object) -> str:
 
 
 def _schema_text(value: object) -> str:
-    """The schema as JSON; the order of properties is kept, as it is that of the output."""
+    """The schema as JSON. Keeps the order of properties, which is also their order in the
+    output."""
     schema = _parsed(value)
     if not isinstance(schema, dict):
         raise StructuredOutputError("json", "a schema must be a JSON object")
@@ -232,7 +233,8 @@ def _check_reference(schema: dict[str, Any], reference: str, leading: set[str]) 
     while reference not in leading:
         if not reference.startswith("#"):
             raise StructuredOutputError(
-                "json", f"$ref {reference!r:.80} is not of this schema: put it under $defs"
+                "json",
+                f"$ref {reference!r:.80} is outside of this schema: put its target under $defs",
             )
         if reference in seen:
             raise StructuredOutputError("json", f"$ref {reference!r:.80} leads only to itself")

@@ -36,7 +36,7 @@ class KVGroups:
     chunked: bool = False
 
     @classmethod
-    def alike(cls, window: int | None, chunked: bool = False) -> "KVGroups":
+    def uniform(cls, window: int | None, chunked: bool = False) -> "KVGroups":
         """The single group of a model whose layers all keep the same positions."""
         return cls() if window is None else cls(0, 1, window, chunked=chunked)
 
@@ -94,11 +94,11 @@ class KVLayout:
         sliding = [index for index, window in enumerate(windows) if window is not None]
         full = [index for index, window in enumerate(windows) if window is None]
         if not (hybrid and sliding and full):
-            return cls._alike(windows, chunked)
+            return cls._uniform(windows, chunked)
         size = _group_size(len(full), len(sliding))
         counts = -(-len(full) // size), -(-len(sliding) // size)
         if sum(counts) > MAX_GROUPS:
-            return cls._alike(windows, chunked)
+            return cls._uniform(windows, chunked)
         layers, places = [0] * len(windows), [0] * len(windows)
         for first, members in ((0, full), (counts[0], sliding)):
             for order, index in enumerate(members):
@@ -109,22 +109,24 @@ class KVLayout:
         return cls(groups, tuple(layers), tuple(places))
 
     @classmethod
-    def _alike(cls, windows: Sequence[int | None], chunked: bool) -> "KVLayout":
+    def _uniform(cls, windows: Sequence[int | None], chunked: bool) -> "KVLayout":
         known = [window for window in windows if window is not None]
         widest = max(known) if known and len(known) == len(windows) else None
-        return cls(KVGroups.alike(widest, chunked), (0,) * len(windows), tuple(range(len(windows))))
+        return cls(
+            KVGroups.uniform(widest, chunked), (0,) * len(windows), tuple(range(len(windows)))
+        )
 
     def with_state(self, blocks: int) -> "KVLayout":
         """The layout for a model whose recurrent state takes `blocks` blocks."""
         return replace(self, groups=replace(self.groups, state=blocks))
 
     @property
-    def of_places(self) -> tuple[int, ...]:
+    def layer_of_each_place(self) -> tuple[int, ...]:
         """One layer of each place."""
         return tuple(map(self.places.index, range(len(set(self.places)))))
 
     @property
-    def of_groups(self) -> tuple[int, ...]:
+    def layer_of_each_group(self) -> tuple[int, ...]:
         """One layer of each group."""
         return tuple(map(self.layers.index, range(self.groups.count)))
 

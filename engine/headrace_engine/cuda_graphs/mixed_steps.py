@@ -105,7 +105,7 @@ class StaticMixedBatch:
         _fill(self._lens, metadata.seq_lens, 0)
         self._decode_count.fill_(metadata.num_decodes)
         for layer, slots, tables in zip(
-            self._layout.of_groups, self._slots, self._tables, strict=True
+            self._layout.layer_of_each_group, self._slots, self._tables, strict=True
         ):
             own = batch.metadata_of(layer)
             _fill(slots[:tokens], own.slots, -1)

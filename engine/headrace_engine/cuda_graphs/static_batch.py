@@ -89,7 +89,7 @@ class StaticBatch:
             return torch.zeros(shape, dtype=dtype, device=device)
 
         ids, positions, lens = zeros(size), zeros(size), zeros(size, dtype=torch.int32)
-        self._layout, self._layers = layout, layout.of_groups
+        self._layout, self._layers = layout, layout.layer_of_each_group
         # One entry for each group of layers.
         self._inputs = [
             DecodeInputs(

@@ -116,7 +116,10 @@ def sizes_of(batch: ForwardBatch) -> tuple[int, ...]:
 
 def pack(batch: ForwardBatch, layout: KVLayout) -> torch.Tensor:
     """int32 [N]: all tensors of a batch, one after the other, each at a multiple of ALIGNMENT."""
-    metadata, layers = batch.metadata, [batch.metadata_of(one) for one in layout.of_groups]
+    metadata, layers = (
+        batch.metadata,
+        [batch.metadata_of(one) for one in layout.layer_of_each_group],
+    )
     parts = (
         metadata.query_start,
         metadata.seq_lens,

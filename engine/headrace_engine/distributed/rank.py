@@ -137,7 +137,7 @@ class Rank:
 
     @property
     def _adapters(self) -> DeviceLoRA:
-        assert self._lora is not None, "room was made for them before"
+        assert self._lora is not None, "memory for adapters is allocated before they are used"
         return self._lora
 
     def _allocate(self, numbers: list[int]) -> None:

@@ -1,7 +1,8 @@
 """Asynchronous scheduling: while the device runs a step, the next one is scheduled and submitted.
 
 At most two steps are in flight. If the next step depends on the result of the one in flight (see
-async_scheduling), that one is waited for first. So the tokens are the same as without it.
+async_scheduling), it waits for that one first. So the tokens are the same as with synchronous
+steps.
 """
 
 from collections import deque

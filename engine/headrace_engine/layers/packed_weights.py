@@ -77,11 +77,11 @@ def pack_quantized(weight: QuantizedWeight, device: torch.device) -> PackedWeigh
     bits = 4 if weight.bits <= 4 else 8
     found = _in_runs(weight, WORD_BITS // bits)
     zero = int(found.zeros[0, 0])
-    alike = bool((found.zeros == zero).all())
+    equal = bool((found.zeros == zero).all())
     return PackedWeight(
         words=_words(found.values.to(device), bits, found.run),
         scales=_narrowest(found.scales.T.contiguous()).to(device),
-        zeros=None if alike else found.zeros.T.to(torch.uint8).contiguous().to(device),
+        zeros=None if equal else found.zeros.T.to(torch.uint8).contiguous().to(device),
         zero=zero,
         group=found.group,
         bits=bits,
@@ -145,13 +145,13 @@ class PackedWeightStack:
     def made(self) -> GroupedPackedWeight:
         assert self._words is not None and self._inputs is not None, "some were taken"
         first = self._taken[0]
-        alike = all(one.zeros is None and one.zero == first.zero for one in self._taken)
+        equal = all(one.zeros is None and one.zero == first.zero for one in self._taken)
         kinds = {one.scales.dtype for one in self._taken}
         dtype = kinds.pop() if len(kinds) == 1 else torch.float32
         return GroupedPackedWeight(
             words=self._words,
             scales=torch.stack([one.scales.to(dtype) for one in self._taken]),
-            zeros=None if alike else torch.stack([_zeros(one) for one in self._taken]),
+            zeros=None if equal else torch.stack([_zeros(one) for one in self._taken]),
             zero=first.zero,
             group=first.group,
             bits=first.bits,

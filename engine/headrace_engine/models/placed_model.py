@@ -99,7 +99,7 @@ class PlacedModel:
     def zero_blocks(self, caches: tuple[LayerCache, ...], blocks: tuple[int, ...]) -> None:
         """Zeroes whole blocks in all layers, before KV is written into what held a state."""
         index = torch.tensor(blocks, device=self.device)
-        for layer in self.layout.of_places:
+        for layer in self.layout.layer_of_each_place:
             for part in caches[layer]:
                 part.view(torch.uint8).index_fill_(0, index, 0)
 
@@ -110,7 +110,7 @@ class PlacedModel:
         if self.peers is not None:
             self.peers.copy_blocks(copies)
         pairs = torch.from_numpy(np.array(copies, dtype=np.int64)).to(self.device)
-        for layer in self.layout.of_places:
+        for layer in self.layout.layer_of_each_place:
             self.attention.copy_blocks(caches[layer], pairs)
 
     def count_blocks(
@@ -146,5 +146,5 @@ class PlacedModel:
                 self.cache_dtype,
                 shape.latent,
             )
-            for shape in map(shapes.__getitem__, self.layout.of_places)
+            for shape in map(shapes.__getitem__, self.layout.layer_of_each_place)
         ]

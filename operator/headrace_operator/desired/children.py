@@ -25,7 +25,8 @@ class Unwanted:
 
 
 def companions_of(service: ModelService, platform: Platform) -> list[Manifest]:
-    """All children but the Deployments, in the order in which they are needed."""
+    """All objects that the service owns except Deployments, in the order in which they are
+    needed."""
     found = [
         companions.service_account(service),
         companions.cache_claim(service),

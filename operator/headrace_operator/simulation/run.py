@@ -19,7 +19,7 @@ from .workload import Trace
 RATE_WINDOW = 60.0
 """Seconds over which rates are measured, as by a Prometheus `rate(...[1m])`."""
 SAMPLE_EVERY = 60.0
-# Events of one time run in this order.
+# Events at the same time run in this order.
 _ENGINE, _ARRIVAL, _READY, _SCALING = range(4)
 
 

@@ -1,5 +1,4 @@
-"""Loads a served model from a checkpoint's files, for models of the settings and registered
-ones."""
+"""Loads served models from checkpoints' files: models of the settings, and registered models."""
 
 import hashlib
 import time

@@ -44,7 +44,7 @@ class EngineDirectory:
         """Returns the longest sequence that every engine can run; None without an engine."""
         return min((e.max_model_len for e in await self.engines(model)), default=None)
 
-    async def able(self, model: str, max_step_age: float) -> str | None:
+    async def why_unable(self, model: str, max_step_age: float) -> str | None:
         """Returns the reason why no engine can serve the model; None if an engine works or is
         idle."""
         engines = await self.engines(model)

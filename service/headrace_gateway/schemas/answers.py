@@ -325,7 +325,7 @@ class Detokenized(TypedDict):
 
 
 class TokenizerInfo(TypedDict):
-    """Special tokens have their own names beside it, such as `eos_token`."""
+    """Further fields have the names of special tokens, such as `eos_token`."""
 
     chat_template: str | None
 

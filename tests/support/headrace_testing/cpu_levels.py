@@ -46,13 +46,13 @@ WIDE = ("X86_V4", "AVX512")  # the name that numpy gives its loops for AVX-512
 
 @dataclass(frozen=True)
 class Level:
-    """`name` is that of the native kernels; `said` is a pattern of the name that oneDNN prints for
-    the level `onednn`."""
+    """`name` is that of the native kernels; `printed` is a pattern of the name that oneDNN prints
+    for the level `onednn`."""
 
     name: str
     torch: str
     onednn: str
-    said: str
+    printed: str
     blas: str
     mkl: str
     wide: bool = True
@@ -99,7 +99,7 @@ class Used:
         return (
             self.kernels == level.name
             and self.torch.lower() == level.torch
-            and re.fullmatch(level.said, self.onednn) is not None
+            and re.fullmatch(level.printed, self.onednn) is not None
             and self.blas == level.blas
             and self.wide == level.wide
         )
@@ -117,14 +117,14 @@ def wide_loops() -> list[str]:
     return [name for name in found if name.startswith(WIDE)]
 
 
-def say_what_is_used() -> None:
-    """Prints oneDNN's lines, whose first primitive says it, and one with the rest."""
+def print_used() -> None:
+    """Computes once, so that oneDNN prints its level, and prints the other libraries' levels."""
     torch.ops.mkldnn._reorder_linear_weight(torch.ones(64, 64), 64)
     kernels, capability = library.load().isa, torch.backends.cpu.get_cpu_capability()
-    say(json.dumps([kernels, capability, _blas_core(), bool(wide_loops())]))
+    print_line(json.dumps([kernels, capability, _blas_core(), bool(wide_loops())]))
 
 
-def say(line: str) -> None:
+def print_line(line: str) -> None:
     sys.stdout.write(f"{line}\n")
     sys.stdout.flush()
 
@@ -143,7 +143,7 @@ def _blas_core() -> str:
 
 def used(environment: dict[str, str]) -> Used:
     done = subprocess.run(
-        [sys.executable, __file__, "--say"],
+        [sys.executable, __file__, "--print-used"],
         env=environment | {"ONEDNN_VERBOSE": "1"},
         capture_output=True,
         text=True,
@@ -151,9 +151,9 @@ def used(environment: dict[str, str]) -> Used:
     )
     if done.returncode:
         raise RuntimeError(f"no process starts at this level: {done.stderr.strip()}")
-    said = re.search(r"cpu,isa:(.*)", done.stdout)
+    printed = re.search(r"cpu,isa:(.*)", done.stdout)
     kernels, capability, core, wide = json.loads(done.stdout.splitlines()[-1])
-    return Used(kernels, capability, said[1] if said else "none", core, wide)
+    return Used(kernels, capability, printed[1] if printed else "none", core, wide)
 
 
 def run(level: Level, arguments: list[str]) -> str:
@@ -161,9 +161,11 @@ def run(level: Level, arguments: list[str]) -> str:
     cannot run at this level."""
     environment = os.environ | level.environment()
     found = used(environment)
-    say(f"\n{level.name}: {found}")
+    print_line(f"\n{level.name}: {found}")
     if not found.is_of(level):
-        raise RuntimeError(f"{level.name} cannot be pretended here: this is not {level}")
+        raise RuntimeError(
+            f"{level.name} cannot be emulated on this CPU: {found} instead of {level}"
+        )
     began = time.monotonic()
     command = ["-n", "2", "--dist", "loadfile", "-q", *TESTS, *arguments]
     done = subprocess.run([sys.executable, "-m", "pytest", *command], env=environment, check=False)
@@ -173,11 +175,13 @@ def run(level: Level, arguments: list[str]) -> str:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0], allow_abbrev=False)
-    parser.add_argument("--say", action="store_true", help="print what this process uses, and end")
+    parser.add_argument(
+        "--print-used", action="store_true", help="print what this process uses, and end"
+    )
     parser.add_argument("--all", action="store_true", help="the level of this machine too")
     options, arguments = parser.parse_known_args()
-    if options.say:
-        say_what_is_used()
+    if options.print_used:
+        print_used()
         return 0
     os.environ.pop(library.FORCE_ISA, None)
     runnable = [target.name for target in build.runnable_sets()]
@@ -186,10 +190,10 @@ def main() -> int:
         if level.name not in runnable:
             ends[level.name] = "not run: this machine lacks it"
         elif level.name == runnable[0] and not options.all:
-            ends[level.name] = "not run: it is this machine's own, at which `make test` runs"
+            ends[level.name] = "not run: this is the machine's own level, which `make test` uses"
         else:
             ends[level.name] = run(level, arguments)
-    say("\n" + "\n".join(f"{name:<12} {end}" for name, end in ends.items()))
+    print_line("\n" + "\n".join(f"{name:<12} {end}" for name, end in ends.items()))
     return int(any(end.startswith("failed") for end in ends.values()))
 
 

@@ -33,7 +33,7 @@ _SIZES: dict[str, Any] = {
     "pad_token_id": 0,
     "initializer_range": 0.2,
 }
-_BEHIND_PADDING: dict[str, Any] = {
+_POSITIONS_AFTER_PADDING: dict[str, Any] = {
     **_SIZES,
     "pad_token_id": 1,
     "max_position_embeddings": POSITIONS + 2,
@@ -41,7 +41,7 @@ _BEHIND_PADDING: dict[str, Any] = {
 # For each model type that is known as an encoder: transformers' config class and its arguments.
 ENCODERS: dict[str, tuple[str, dict[str, Any]]] = {
     "bert": ("BertConfig", _SIZES),
-    "camembert": ("CamembertConfig", _BEHIND_PADDING),
+    "camembert": ("CamembertConfig", _POSITIONS_AFTER_PADDING),
     "distilbert": (
         "DistilBertConfig",
         {
@@ -67,9 +67,9 @@ ENCODERS: dict[str, tuple[str, dict[str, Any]]] = {
             "sep_token_id": 2,
         },
     ),
-    "mpnet": ("MPNetConfig", _BEHIND_PADDING),
-    "roberta": ("RobertaConfig", _BEHIND_PADDING),
-    "xlm-roberta": ("XLMRobertaConfig", _BEHIND_PADDING),
+    "mpnet": ("MPNetConfig", _POSITIONS_AFTER_PADDING),
+    "roberta": ("RobertaConfig", _POSITIONS_AFTER_PADDING),
+    "xlm-roberta": ("XLMRobertaConfig", _POSITIONS_AFTER_PADDING),
 }
 
 
@@ -102,7 +102,7 @@ def save_cross_encoder(folder: Path, shape: str, **changes: Any) -> Path:
 
 
 def pair_tokenizer() -> Any:
-    """Tokens as BERT puts them: [CLS] a [SEP] b [SEP], of two types."""
+    """A tokenizer that joins texts as BERT does: [CLS] a [SEP] b [SEP], with two token types."""
     tokenizer = make_tokenizer()
     first, separator = tokenizer.id_to_token(1), tokenizer.id_to_token(2)
     tokenizer.post_processor = TemplateProcessing(

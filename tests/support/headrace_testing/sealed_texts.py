@@ -151,23 +151,23 @@ class SealedTexts:
             if _says_something(kind, value):
                 self.plain.add(f"{kind} {binding}")
             return None
-        said = self._sealer.open(kind, binding, value)
+        opened = self._sealer.open(kind, binding, value)
         self.opened[kind] += 1
-        return said
+        return opened
 
     def _payload(self, tag: str, rid: str, _field: bytes, value: bytes) -> None:
-        if said := self._open(PayloadKind.PAYLOAD, (_model(tag), rid), value):
+        if opened := self._open(PayloadKind.PAYLOAD, (_model(tag), rid), value):
             with suppress(UnknownVersion):  # written by tests of updates
-                self._rows[decode_request(said).prompt_token_ids] = f"prompt of {rid}"
+                self._rows[decode_request(opened).prompt_token_ids] = f"prompt of {rid}"
 
     def _record(self, tag: str, rid: str, field: bytes, value: bytes) -> None:
         if field == b"je":
             self._writers[rid] = value.decode()
             self._open_pieces(rid)
         elif field == b"out" and value:
-            if said := self._open(PayloadKind.OUTCOME, (_model(tag), rid), value):
+            if opened := self._open(PayloadKind.OUTCOME, (_model(tag), rid), value):
                 self._say(
-                    f"outcome of {rid}", (one.token_ids for one in decode_outcome(said).choices)
+                    f"outcome of {rid}", (one.token_ids for one in decode_outcome(opened).choices)
                 )
 
     def _journal(self, tag: str, rid: str, field: bytes, value: bytes) -> None:
@@ -192,8 +192,8 @@ class SealedTexts:
             self._pieces[rid] = left
 
     def _frame(self, tag: str, _name: str, _field: bytes, value: bytes) -> None:
-        said = self._open(PayloadKind.FRAME, (unquote(tag.partition(".")[2]),), value)
-        for reply in decode_frame(said).replies if said else ():
+        opened = self._open(PayloadKind.FRAME, (unquote(tag.partition(".")[2]),), value)
+        for reply in decode_frame(opened).replies if opened else ():
             if isinstance(reply, Tokens):
                 output = self._outputs[reply.request_id, reply.attempt, reply.choice]
                 output |= dict(enumerate(reply.token_ids, reply.index))
@@ -205,9 +205,9 @@ class SealedTexts:
 
     def _stored(self, tag: str, _name: str, field: bytes, value: bytes) -> None:
         if field == b"b" and (
-            said := self._open(PayloadKind.STORED_REQUEST, (unquote(tag),), value)
+            opened := self._open(PayloadKind.STORED_REQUEST, (unquote(tag),), value)
         ):
-            stored = decode_stored(said)
+            stored = decode_stored(opened)
             what = f"stored request {unquote(tag)}"
             self._say(what, (request.prompt_token_ids for request in stored.requests))
             self._texts |= dict.fromkeys((text for text in stored.stop if len(text) >= TEXT), what)
@@ -221,16 +221,16 @@ class SealedTexts:
 
     def _batch(self, tag: str, _name: str, field: bytes, value: bytes) -> None:
         batch = unquote(tag.partition(".")[2])
-        if field == b"m" and (said := self._open(PayloadKind.BATCH, (batch,), value)):
-            self._tenants[batch] = decode_record(BatchRequest, said).tenant
+        if field == b"m" and (opened := self._open(PayloadKind.BATCH, (batch,), value)):
+            self._tenants[batch] = decode_record(BatchRequest, opened).tenant
         elif field == b"p":
             self._open(PayloadKind.BATCH_PROGRESS, (batch,), value)
 
     def _result(self, tag: str, _name: str, field: bytes, value: bytes) -> None:
         batch = unquote(tag.partition(".")[2])
         binding = (batch, self._tenants.get(batch, ""), int(field))
-        if said := self._open(PayloadKind.BATCH_RESULT, binding, value):
-            self._texts[said[:TEXT].decode(errors="replace")] = f"result of {batch}"
+        if opened := self._open(PayloadKind.BATCH_RESULT, binding, value):
+            self._texts[opened[:TEXT].decode(errors="replace")] = f"result of {batch}"
 
     def _say(self, what: str, rows: Iterable[tuple[int, ...]]) -> None:
         self._rows |= dict.fromkeys(rows, what)

@@ -272,7 +272,7 @@ INTRODUCTION = f"""\
 # vLLM's examples
 
 The examples of vLLM {VERSION} that need neither images nor a GPU, from the folder `examples` of
-its source distribution. Each runs unchanged but for its import, model and URL: `from vllm...
+its source distribution. Each runs unchanged except for its import, model and URL: `from vllm...
 import` becomes `from headrace_engine import`, models become small ones, and
 `http://localhost:8000` becomes the server's address. `headrace-demo` is the bundled model; the
 other models have random weights. [Arguments and methods](offline-api.md) that Headrace refuses

@@ -311,7 +311,7 @@ def test_published_traces_are_read(tmp_path: Path, text: str) -> None:
 @pytest.mark.parametrize(
     "text", ["a,b\n1,2\n", '{"timestamp": "x", "input_length": 1, "output_length": 1}', ""]
 )
-def test_a_bad_trace_is_named(tmp_path: Path, text: str) -> None:
+def test_a_bad_line_of_a_trace_is_named(tmp_path: Path, text: str) -> None:
     path = tmp_path / "trace.csv"
     path.write_text(text)
     with pytest.raises(ValueError, match=r"trace\.csv"):

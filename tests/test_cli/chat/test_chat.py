@@ -27,11 +27,11 @@ def environment(**extra: str) -> dict[str, str]:
 
 
 def chat(
-    server: OpenAIServer, *args: str, said: str = "", **env: str
+    server: OpenAIServer, *args: str, typed: str = "", **env: str
 ) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         command(server.url, *args),
-        input=said,
+        input=typed,
         capture_output=True,
         text=True,
         timeout=60,
@@ -73,9 +73,9 @@ def test_the_key_of_the_environment_is_sent() -> None:
 
 
 def test_a_conversation_remembers_until_it_is_reset() -> None:
-    said = "one\ntwo\n/reset\nthree\n/exit\nnever\n"
+    typed = "one\ntwo\n/reset\nthree\n/exit\nnever\n"
     with OpenAIServer(HELLO, HELLO, HELLO) as server:
-        done = chat(server, "--system", "Be kind", said=said)
+        done = chat(server, "--system", "Be kind", typed=typed)
 
     assert done.returncode == 0
     assert contents(server, 1) == [
@@ -91,7 +91,7 @@ def test_a_conversation_remembers_until_it_is_reset() -> None:
 def test_a_failed_turn_is_reported_and_forgotten() -> None:
     failed = Answer(status=503, error="the queue is full")
     with OpenAIServer(failed, HELLO) as server:
-        done = chat(server, said="one\ntwo\n")
+        done = chat(server, typed="one\ntwo\n")
 
     assert "HTTP 503: the queue is full" in done.stdout
     assert contents(server, 1) == [("user", "two")]
@@ -100,13 +100,13 @@ def test_a_failed_turn_is_reported_and_forgotten() -> None:
 def test_an_error_in_the_stream_is_shown_and_the_text_before_it_is_kept() -> None:
     broken = Answer(pieces=("Once",), error_event="state lost")
     with OpenAIServer(broken, HELLO) as server:
-        done = chat(server, said="one\ntwo\n")
+        done = chat(server, typed="one\ntwo\n")
 
     assert "state lost" in done.stdout
     assert ("assistant", "Once") in contents(server, 1)
 
 
-def test_once_fails_where_the_server_fails() -> None:
+def test_once_fails_if_the_server_fails() -> None:
     with OpenAIServer(Answer(status=400, error="too long")) as server:
         done = chat(server, "--once", "Hi")
 

@@ -43,7 +43,7 @@ def safetensors(size: int) -> bytes:
     return len(header).to_bytes(8, "little") + header + bytes(size)
 
 
-def test_a_whole_checkpoint_is_fine(checkpoint: Path) -> None:
+def test_a_complete_checkpoint_passes(checkpoint: Path) -> None:
     found = only(model.check(str(checkpoint)))
 
     assert found.level is Level.OK
@@ -88,9 +88,7 @@ def test_a_missing_shard_is_named(checkpoint: Path) -> None:
         (b"version https://git-lfs.github.com/spec/v1", "an unreadable model.safetensors"),
     ],
 )
-def test_weights_that_are_not_whole_are_reported(
-    checkpoint: Path, content: bytes, message: str
-) -> None:
+def test_incomplete_weights_are_reported(checkpoint: Path, content: bytes, message: str) -> None:
     (checkpoint / "model.safetensors").write_bytes(content)
 
     found = only(model.check(str(checkpoint)))

@@ -47,7 +47,7 @@ def test_words_are_read_as_flags(words: str, flags: list[tuple[str, str]]) -> No
     assert found.words == ()
 
 
-def test_words_of_no_flag_are_kept() -> None:
+def test_words_that_belong_to_no_flag_are_kept() -> None:
     assert read_words(["tiny", "--eager", "other"], KNOWN).words == ("tiny", "other")
 
 
@@ -62,7 +62,7 @@ def test_words_of_no_flag_are_kept() -> None:
         ("--eager=7", "--eager 7: not true or false"),
     ],
 )
-def test_words_that_are_no_flags_are_named(words: str, told: str) -> None:
+def test_unknown_flags_are_named(words: str, told: str) -> None:
     with pytest.raises(UsageError, match=told):
         read_words(words.split(), KNOWN)
 
@@ -86,7 +86,7 @@ def test_gateways_get_the_names_of_the_engines_adapters() -> None:
     assert arguments("--lora-modules", '{"a": "/x"}').adapters == ("a",)
 
 
-def test_the_environment_counts_and_flags_win(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_variables_are_used_and_flags_take_precedence(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HEADRACE_ENGINE_TENSOR_PARALLEL_SIZE", "4")
     monkeypatch.setenv("HEADRACE_ENGINE_THREADS", "3")
     assert arguments().tensor_parallel_size == 4
@@ -115,7 +115,7 @@ def test_a_file_of_keys_means_that_requests_need_one(tmp_path: Path) -> None:
         ("--redis-url redis://x", "use --redis"),
     ],
 )
-def test_what_is_wrong_is_named_before_anything_starts(words: str, told: str) -> None:
+def test_wrong_flags_are_named_before_anything_starts(words: str, told: str) -> None:
     with pytest.raises(UsageError, match=told):
         arguments(*words.split())
 
@@ -126,7 +126,7 @@ def test_a_wrong_variable_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
         arguments()
 
 
-def test_up_keeps_its_own_flags_wherever_they_are() -> None:
+def test_ups_own_flags_may_be_anywhere() -> None:
     params, others = of_up("--dtype", "auto", "--engines", "2", "--", "--threads=1", "--port=81")
     assert (params["engines"], params["port"]) == (2, 81)
     assert others == ["dtype", "threads"]
@@ -140,6 +140,6 @@ def test_a_model_may_be_given_without_its_flag() -> None:
         of_up("--gateway", "2")
 
 
-def test_a_flag_is_written_as_processes_take_it() -> None:
+def test_a_flag_is_written_as_processes_expect_it() -> None:
     assert Flag("enable_lora", "false", "").word(switch=True) == "--no-enable-lora"
     assert Flag("max_num_seqs", "7", "").word(switch=False) == "--max-num-seqs=7"

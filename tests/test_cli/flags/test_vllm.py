@@ -35,7 +35,7 @@ def test_the_page_matches_the_table() -> None:
     assert PAGE.read_text() == page(), "`make generated` writes it anew"
 
 
-def test_flags_of_the_table_exist_here_or_only_there() -> None:
+def test_flags_of_the_table_exist_in_headrace_or_only_in_vllm() -> None:
     here = known_flags().keys() | own_flags()
     assert {name for name, entry in FLAGS.items() if isinstance(entry, Same)} <= here
     assert {entry.to for entry in FLAGS.values() if isinstance(entry, Renamed)} <= here
@@ -74,7 +74,7 @@ def test_further_names_become_aliases() -> None:
     assert json.loads(found["model_aliases"]) == {"b": "a", "c": "a"}
 
 
-def test_needless_flags_are_left_out_and_named() -> None:
+def test_unnecessary_flags_are_left_out_and_named() -> None:
     found = given("--enable-auto-tool-choice", "--trust-remote-code", "--tokenizer-mode", "auto")
     assert found.flags == ()
     assert [note.partition(" ")[0] for note in found.notes] == [
@@ -95,12 +95,12 @@ def test_needless_flags_are_left_out_and_named() -> None:
         ("--gpu-memory-utilisation 0.8", "did you mean --gpu-memory-utilization?"),
     ],
 )
-def test_what_is_not_there_is_refused_with_what_to_use(words: str, told: str) -> None:
+def test_unsupported_flags_are_refused_with_a_replacement(words: str, told: str) -> None:
     with pytest.raises(UsageError, match=told):
         given(*words.split())
 
 
-def test_a_file_gives_flags_and_those_of_the_command_line_win(tmp_path: Path) -> None:
+def test_flags_of_the_command_line_take_precedence_over_a_file(tmp_path: Path) -> None:
     file = tmp_path / "config.yaml"
     file.write_text(
         "model: Qwen/Qwen3-0.6B\n"

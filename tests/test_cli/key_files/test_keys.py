@@ -117,7 +117,7 @@ def test_a_secret_needs_no_file(tmp_path: Path) -> None:
         (["create", "a", "--file", "F", "--tenant", "a/b"], "tenant: "),
         (["create", "a", "--file", "F", "--expires", "soon"], "'soon' is not a time"),
         (["create", "a", "--file", "F", "--expires", "2020-01-01"], "is over already"),
-        (["create", "a", "--file", "F", "--secret", "A_B"], "no name for a Secret"),
+        (["create", "a", "--file", "F", "--secret", "A_B"], "not a valid name of a Secret"),
         (["create", "a", "--file", "/proc/none/keys.yaml"], "cannot be written"),
         (["revoke", "known", "other", "--file", "F"], "there is no key other"),
         (["revoke", "known"], "no file of keys is given"),

@@ -25,7 +25,7 @@ def names(file: Path) -> list[str]:
     return read_keyring(file.read_bytes()).names
 
 
-def test_a_new_file_has_one_key_for_its_owner_alone(file: Path) -> None:
+def test_a_new_file_has_one_key_and_only_its_owner_can_read_it(file: Path) -> None:
     done = sealing("create", "--file", file)
 
     (name,) = names(file)

@@ -125,7 +125,7 @@ def test_a_model_without_a_native_implementation_is_a_warning(tmp_path: Path) ->
     ],
 )
 @pytest.mark.usefixtures("ask_here")
-def test_what_no_engine_serves_is_a_failure(
+def test_an_unsupported_model_is_a_failure(
     tmp_path: Path, fields: dict[str, Any], message: str
 ) -> None:
     folder = changed(save_checkpoint(tmp_path / "m", "llama"), **fields)

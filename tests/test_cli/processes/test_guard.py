@@ -46,7 +46,7 @@ def test_a_guarded_program_dies_when_its_parent_is_killed(parent: list[str]) -> 
         until(lambda: not alive(pid), "the program to be gone")
 
 
-def test_a_guarded_program_ends_on_its_own_as_ever(parent: list[str]) -> None:
+def test_a_guarded_program_can_end_by_itself(parent: list[str]) -> None:
     parent = [part.replace('"sleep", "1000"', '"true"') for part in parent]
     done = subprocess.run(parent, capture_output=True, text=True, timeout=60, check=True)
 

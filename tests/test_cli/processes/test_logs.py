@@ -8,7 +8,7 @@ import pytest
 from headrace_cli.processes.logs import MAX_LINE_BYTES, LineBuffer, LogFile, parse_line
 
 
-def test_a_json_line_keeps_its_fields_and_reads_as_one_line() -> None:
+def test_a_json_line_keeps_its_fields_and_is_shown_as_one_line() -> None:
     text = json.dumps(
         {
             "timestamp": "2026-01-01T00:00:00.000Z",

@@ -91,7 +91,7 @@ def test_engines_of_several_models_name_them() -> None:
     assert words(lines, "engine-0")[1] == "other"
 
 
-def test_the_caller_s_sequences_are_parted_from_those_of_others() -> None:
+def test_the_caller_s_sequences_are_separated_from_those_of_others() -> None:
     states = [
         ("team-a", "decode", 40),
         (None, "prefill", 8),
@@ -115,14 +115,14 @@ def test_a_name_cannot_write_to_the_terminal() -> None:
     assert any(line.startswith("[red][2Jx ") for line in lines)
 
 
-def test_what_is_left_out_or_old_is_said() -> None:
+def test_missing_and_old_data_are_mentioned() -> None:
     text = "\n".join(drawn(engine(), stale=True, engines_left_out=7))
 
     assert "and 7 more engines" in text
     assert "cannot reach Redis" in text
 
 
-def test_once_waits_until_engines_tell_of_their_batch() -> None:
+def test_once_waits_until_engines_report_their_batch() -> None:
     with LiveServer([snapshot(heartbeat()), snapshot(engine())]) as server:
         done = top(f"{server.address}/v1", "--once")
 
@@ -130,7 +130,7 @@ def test_once_waits_until_engines_tell_of_their_batch() -> None:
     assert "812" in done.stdout
 
 
-def test_once_does_without_details_that_do_not_come() -> None:
+def test_once_stops_waiting_for_details_that_do_not_come() -> None:
     with LiveServer([snapshot(heartbeat())] * 2) as server:
         done = top(server.address, "--once")
 
@@ -178,7 +178,7 @@ def test_a_key_is_asked_for_and_sent() -> None:
         (503, "HTTP 503"),
     ],
 )
-def test_a_refusal_is_one_message(status: int, message: str) -> None:
+def test_a_refused_request_is_one_message(status: int, message: str) -> None:
     with LiveServer(status) as server:
         done = top(server.address)
 
@@ -195,14 +195,14 @@ def test_an_unreachable_gateway_is_one_message() -> None:
     assert done.stderr.count("\n") == 1
 
 
-def test_other_data_than_snapshots_are_refused() -> None:
+def test_data_other_than_snapshots_is_refused() -> None:
     with LiveServer([{"time": "soon"}]) as server:
         done = top(server.address, "--once")
 
     assert "speaks another version of the live data (time" in done.stderr
 
 
-def test_on_a_terminal_it_goes_on_after_an_interruption() -> None:
+def test_on_a_terminal_it_continues_after_an_interruption() -> None:
     with (
         LiveServer([snapshot(engine())], [snapshot(engine(name="engine-9"))]) as server,
         TerminalProcess(command(server.address), columns=100, env=environment()) as terminal,

@@ -94,7 +94,7 @@ async def test_no_other_process_is_killed(rig: Rig, engine_id: str) -> None:
     assert rig.engine.pid == pid
 
 
-async def test_packets_that_are_unreadable_do_no_harm(rig: Rig) -> None:
+async def test_unreadable_packets_are_ignored(rig: Rig) -> None:
     loop = asyncio.get_running_loop()
     for data in (b"x", b"[]", b'{"number": "7", "engine_id": "e"}', b'{"number": 7}'):
         await loop.sock_sendall(rig.gateway, data)

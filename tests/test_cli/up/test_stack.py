@@ -131,7 +131,7 @@ def test_the_printed_address_can_be_connected_to(host: str, address: str) -> Non
     assert client_host(host) == address
 
 
-def test_ports_in_use_are_passed_over_and_those_found_are_held() -> None:
+def test_ports_in_use_are_skipped_and_free_ones_are_reserved() -> None:
     with listen("127.0.0.1", 0) as taken:
         port = taken.getsockname()[1]
 
@@ -160,7 +160,7 @@ def test_the_bundled_server_is_the_last_resort(
 
 
 @pytest.mark.parametrize(("version", "chosen"), [("7.0.15", True), ("6.0.16", False)])
-def test_a_server_on_path_is_taken_if_it_is_new_enough(
+def test_a_server_on_path_is_used_if_it_is_new_enough(
     version: str, chosen: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     program = tmp_path / "redis-server"
@@ -176,7 +176,7 @@ def test_a_program_that_is_not_a_server_has_no_version(tmp_path: Path) -> None:
     assert server_version(tmp_path / "absent") is None
 
 
-def test_a_host_that_is_none_of_this_machine_has_another_remedy() -> None:
+def test_a_host_of_another_machine_has_another_remedy() -> None:
     with pytest.raises(UsageError) as refused:
         listen("192.0.2.7", 0)  # of the address block for documentation
 

@@ -138,6 +138,6 @@ def test_a_key_ends_when_it_expires() -> None:
 
 
 @pytest.mark.parametrize("name", ["", "A", "-a", "a_b", "a" * 254])
-def test_a_secret_needs_a_name_of_kubernetes(name: str) -> None:
-    with pytest.raises(ApiKeysError, match="no name for a Secret"):
+def test_a_secret_needs_a_name_that_kubernetes_accepts(name: str) -> None:
+    with pytest.raises(ApiKeysError, match="not a valid name of a Secret"):
         secret_manifest(name, [])

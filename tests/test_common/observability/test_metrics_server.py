@@ -218,7 +218,7 @@ sys.stdin.read()
 """
 
 
-def test_probes_are_answered_where_the_process_has_no_descriptor_left() -> None:
+def test_probes_are_answered_even_without_free_descriptors() -> None:
     with (
         subprocess.Popen(
             [sys.executable, "-c", _WITHOUT_DESCRIPTORS],

@@ -110,7 +110,7 @@ def test_engine_spans_carry_their_times_and_steps() -> None:
     assert attributes[names.ATTEMPT] == 2
 
 
-def test_a_request_without_a_trace_gets_one_of_the_engines() -> None:
+def test_a_request_without_a_trace_gets_a_new_one_from_the_engine() -> None:
     memory = SpanMemory()
     record_engine_spans(
         memory.tracer,

@@ -45,7 +45,7 @@ async def work(slots: FairSlots) -> AsyncIterator[Work]:
     await asyncio.gather(*made.tasks.values(), return_exceptions=True)
 
 
-async def test_a_tenant_has_all_but_one_place() -> None:
+async def test_a_tenant_has_all_but_one_slot() -> None:
     async with work(FairSlots(3, most=9, most_of_tenant=9)) as made:
         for name in ("a1", "a2", "a3", "b1"):
             await made.start(name)
@@ -67,7 +67,7 @@ async def test_tenants_that_wait_take_turns() -> None:
     assert made.order == ["a1", "b1", "a2", "b2", "c1", "a3"]
 
 
-async def test_one_place_serves_all() -> None:
+async def test_one_slot_serves_all() -> None:
     async with work(FairSlots(1, most=9, most_of_tenant=9)) as made:
         await made.start("a1")
         await made.start("a2")
@@ -109,7 +109,7 @@ async def test_a_wait_ends_in_time() -> None:
         pass
 
 
-async def test_a_cancelled_wait_takes_no_place() -> None:
+async def test_a_cancelled_wait_takes_no_slot() -> None:
     async with work(FairSlots(1, most=9, most_of_tenant=9)) as made:
         for name in ("a1", "a2", "a3"):
             await made.start(name)

@@ -21,7 +21,7 @@ def only(**used: int) -> Mapping[ItemKind, int]:
     return NONE | {ItemKind[kind.upper()]: size for kind, size in used.items()}
 
 
-async def test_an_account_holds_no_more_than_it_may(backend: Backend) -> None:
+async def test_an_account_never_exceeds_its_limit(backend: Backend) -> None:
     one, other = backend.accounts(), backend.accounts()
     most = Quota(max_bytes=100)
     first = item("a", 60)
@@ -76,7 +76,7 @@ async def test_only_counted_items_can_be_resized(backend: Backend) -> None:
 
 
 @pytest.mark.parametrize("seed", range(3))
-async def test_both_backends_count_alike(backend: Backend, seed: int) -> None:
+async def test_both_backends_count_the_same(backend: Backend, seed: int) -> None:
     """They agree for any operations in any order.
 
     If only memory is available, both backends are the same.

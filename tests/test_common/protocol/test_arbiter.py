@@ -72,7 +72,7 @@ def test_tokens_are_delivered_once_and_in_order() -> None:
     assert arbiter.states() == (ChoiceState(token_ids=(1, 2, 3, 4), finish_reason="stop"),)
 
 
-def test_all_but_the_first_and_last_tokens_are_followed_in_one_look() -> None:
+def test_all_but_the_first_and_last_tokens_are_handled_in_one_check() -> None:
     arbiter = Arbiter("r", 1)
     assert arbiter.follow("e", tokens(0, 1)) is None
     arbiter.handle("e", tokens(0, 1))
@@ -278,7 +278,7 @@ def test_an_outcome_that_does_not_end_all_choices_changes_nothing() -> None:
     ("stored", "rest"),
     [((1, 2, 3), [(3,)]), ((1, 2), [()]), ((1, 9, 3), None), ((1,), None)],
 )
-def test_a_stored_outcome_ends_it_if_it_is_the_same_history(
+def test_a_stored_outcome_with_the_same_tokens_ends_the_request(
     stored: tuple[int, ...], rest: list[tuple[int, ...]] | None
 ) -> None:
     arbiter = Arbiter("r", 1)
@@ -420,7 +420,7 @@ class Play:
 
 
 @given(seed=st.integers(0, 2**32), choices=st.integers(1, 3), steps=st.integers(20, 120))
-def test_whatever_engines_say_the_client_sees_one_history(
+def test_whatever_engines_send_the_client_sees_one_history(
     seed: int, choices: int, steps: int
 ) -> None:
     play = Play(choices, seed)

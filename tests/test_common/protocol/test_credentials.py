@@ -64,7 +64,7 @@ async def test_a_password_is_rotated_while_an_engine_works(
 
 
 @pytest.mark.parametrize("error", ["WRONGPASS", "username"])
-async def test_credentials_that_are_wrong_or_missing_can_be_mended(
+async def test_wrong_or_missing_credentials_can_be_corrected(
     redis_backend: OverRedis, valkey_server: ValkeyServer, tmp_path: Path, error: str
 ) -> None:
     await redis_backend.client.command("ACL SETUSER", USER, "on", ">right", *RULES)

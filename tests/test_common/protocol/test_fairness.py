@@ -122,7 +122,7 @@ async def test_requests_in_a_tenants_list_can_be_cancelled_and_expire(backend: B
     assert (depth.waiting, depth.waiting_tokens, depth.pending) == (0, 0, 2)
 
 
-async def test_engines_wake_for_what_a_cancelled_request_was_before(backend: Backend) -> None:
+async def test_engines_wake_for_requests_after_a_cancelled_one(backend: Backend) -> None:
     gateway, engine = backend.gateway(), backend.engine()
     await engine.start()
     ids = await queued(gateway, "a", 1) + await queued(gateway, "b", 1)
@@ -141,7 +141,9 @@ async def test_admitting_a_request_that_already_waits_changes_nothing(backend: B
     assert len(await engine.take(9)) == 2
 
 
-async def test_use_without_waiting_gives_the_next_to_wait_no_advantage(backend: Backend) -> None:
+async def test_requests_that_did_not_wait_give_no_advantage_to_the_next_one(
+    backend: Backend,
+) -> None:
     gateway, engine = backend.gateway(), backend.engine()
     await queued(gateway, "busy", 1, prompt=50)
     await engine.take(1)

@@ -116,18 +116,18 @@ controls: st.SearchStrategy[Control] = (
 
 
 @given(ids, st.lists(replies, max_size=5).map(tuple))
-def test_a_frame_comes_back_as_it_was(engine_id: str, items: tuple[Reply, ...]) -> None:
+def test_a_frame_is_decoded_unchanged(engine_id: str, items: tuple[Reply, ...]) -> None:
     frame = Frame(engine_id, items)
     assert decode_frame(encode_frame(frame)) == frame
 
 
 @given(controls)
-def test_a_control_message_comes_back_as_it_was(control: Control) -> None:
+def test_a_control_message_is_decoded_unchanged(control: Control) -> None:
     assert decode_control(encode_control(control)) == control
 
 
 @given(choices, counts, st.none() | failures)
-def test_an_outcome_comes_back_as_it_was(
+def test_an_outcome_is_decoded_unchanged(
     states: tuple[ChoiceState, ...], cached: int, failed: Failed | None
 ) -> None:
     outcome = Outcome(choices=states, cached_tokens=cached, failed=failed)
@@ -148,12 +148,12 @@ def test_a_reply_over_the_limit_arrives_without_log_probabilities() -> None:
 
 
 @given(reasons, token)
-def test_an_ending_comes_back_as_it_was(reason: str | None, stop: int) -> None:
+def test_an_ending_is_decoded_unchanged(reason: str | None, stop: int) -> None:
     state = ChoiceState(finish_reason=reason, stop_token=stop if reason == "stop" else None)
     assert decode_ending(encode_ending(state)) == (state.finish_reason, state.stop_token)
 
 
-def test_a_status_comes_back_as_it_was() -> None:
+def test_a_status_is_decoded_unchanged() -> None:
     assert decode_status(encode_status(make_status())) == make_status()
 
 

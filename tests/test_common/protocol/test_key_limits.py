@@ -82,7 +82,7 @@ async def counted(request: pytest.FixtureRequest) -> AsyncIterator[Counted]:
     await redis_backend.close()
 
 
-async def test_a_minutes_requests_may_be_used_at_once_and_no_more(counted: Counted) -> None:
+async def test_a_minutes_requests_may_be_sent_at_once_but_no_more(counted: Counted) -> None:
     rates = Rates(requests=3)
     left = [(await counted.reserve(f"r{i}", rates)).requests.remaining for i in range(3)]
     refused = await counted.reserve("r3", rates)
@@ -107,7 +107,7 @@ async def test_a_client_that_waits_for_retry_after_is_admitted(counted: Counted)
     assert (await counted.reserve("r3", rates, 30)).refused is None
 
 
-async def test_the_count_is_one_over_all_gateways(counted: Counted) -> None:
+async def test_all_gateways_share_one_count(counted: Counted) -> None:
     rates = Rates(requests=10)
 
     async def ask(usage: KeyUsage, number: int) -> bool:
@@ -119,7 +119,7 @@ async def test_the_count_is_one_over_all_gateways(counted: Counted) -> None:
     assert sum(accepted) == 10
 
 
-async def test_keys_are_counted_apart(counted: Counted) -> None:
+async def test_keys_are_counted_separately(counted: Counted) -> None:
     rates = Rates(requests=1)
     await counted.reserve("r0", rates)
 
@@ -175,7 +175,7 @@ async def test_concurrency_counts_running_requests(counted: Counted) -> None:
     assert (await counted.reserve("r2", rates)).refused is None
 
 
-async def test_a_place_is_promised_for_when_requests_usually_end(counted: Counted) -> None:
+async def test_retry_after_follows_the_usual_duration_of_requests(counted: Counted) -> None:
     rates = Rates(concurrency=2)
     await counted.reserve("r0", rates)
     await counted.settle("r0", rates, duration_ms=20_000)
@@ -185,7 +185,7 @@ async def test_a_place_is_promised_for_when_requests_usually_end(counted: Counte
     assert (await counted.reserve("r3", rates)).retry_after == 10.0
 
 
-async def test_places_of_a_dead_gateway_are_free_after_the_lease(counted: Counted) -> None:
+async def test_slots_of_a_dead_gateway_are_free_after_the_lease(counted: Counted) -> None:
     rates = Rates(concurrency=1)
     await counted.reserve("dead", rates)
     await counted.advance(LEASE_MS / 1000 - 5)
@@ -195,7 +195,7 @@ async def test_places_of_a_dead_gateway_are_free_after_the_lease(counted: Counte
     assert (await counted.reserve("r1", rates)).refused is None
 
 
-async def test_a_renewed_place_stays(counted: Counted) -> None:
+async def test_a_renewed_slot_stays(counted: Counted) -> None:
     rates = Rates(concurrency=1)
     await counted.reserve("r0", rates)
     for _ in range(3):

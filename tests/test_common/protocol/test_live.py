@@ -110,7 +110,7 @@ def test_a_hostile_snapshot_is_refused(name: str) -> None:
 
 
 @pytest.mark.parametrize("data", [b"", b"\xc1", b"\x00", b"x" * (MAX_SNAPSHOT_BYTES + 1)])
-def test_bytes_that_are_no_snapshot_are_refused(data: bytes) -> None:
+def test_bytes_that_are_not_a_snapshot_are_refused(data: bytes) -> None:
     with pytest.raises(MessageError):
         decode_snapshot(data)
     with pytest.raises(MessageError):

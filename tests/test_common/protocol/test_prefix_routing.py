@@ -249,7 +249,7 @@ async def test_no_placement_data_is_left_when_no_request_waits(over_redis: OverR
     assert (await gateway.depth(MODEL)).pending == 0
 
 
-def test_prompts_that_begin_alike_prefer_the_same_engines() -> None:
+def test_prompts_with_the_same_beginning_prefer_the_same_engines() -> None:
     engines = [make_status(f"e{number}") for number in range(8)]
     request = make_request(prompt=tuple(range(200)))
     alike = replace(request, prompt_token_ids=(*range(128), 7, 8), request_id="0.x")
@@ -319,7 +319,7 @@ def test_no_request_waits_longer_than_the_hold_while_an_engine_has_room(
     assert sorted(one.request_id for one in took) == sorted(came)
 
 
-def test_tenants_share_alike_with_placement_as_without() -> None:
+def test_tenants_get_equal_shares_with_and_without_placement() -> None:
     """All tenants have a backlog, each on one engine: their shares differ by at most the slack."""
     now = 1000.0
     backend = MemoryBackend(lambda: now)

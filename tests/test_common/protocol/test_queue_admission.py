@@ -119,7 +119,7 @@ async def test_a_request_that_does_not_fit_stays_first(backend: Backend) -> None
     assert len(leases) == 2
 
 
-async def test_waiting_ends_with_something_new_only(backend: Backend) -> None:
+async def test_waiting_ends_only_when_there_is_something_new(backend: Backend) -> None:
     gateway, engine = backend.gateway(), backend.engine()
     await engine.start()
     await gateway.admit(make_request(prompt=(1,) * 50), LIMITS)

@@ -225,7 +225,7 @@ async def test_requests_continue_after_redis_lost_all_data(backend: Backend) -> 
     assert (again.attempt, again.recovered) == (2, True)
 
 
-async def test_a_lease_given_twice_under_one_number_asks_first(backend: Backend) -> None:
+async def test_a_lease_given_twice_with_one_attempt_number_asks_first(backend: Backend) -> None:
     engine = backend.engine("e1")
     lease = await started(backend, engine)
     await backend.wipe()

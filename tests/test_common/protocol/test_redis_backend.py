@@ -78,7 +78,7 @@ async def test_scripts_come_back_after_the_server_forgot_them(over_redis: OverRe
     assert beats[item.request_id].verdict is Verdict.OWNED
 
 
-async def test_entries_that_are_no_requests_are_dead_letters(over_redis: OverRedis) -> None:
+async def test_entries_that_are_not_requests_are_dead_letters(over_redis: OverRedis) -> None:
     engine = over_redis.engine()
     queue = over_redis.keys.queue("n")
     for fields in (("x", "y"), ("r", "0.nobody")):

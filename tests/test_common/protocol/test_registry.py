@@ -122,7 +122,7 @@ async def test_a_removal_differs_from_a_loss(backend: Backend) -> None:
     assert (await registry.models()).store not in (store, "")
 
 
-async def test_files_of_another_digest_are_refused(backend: Backend) -> None:
+async def test_files_with_another_digest_are_refused(backend: Backend) -> None:
     with pytest.raises(RegistryError, match="digest"):
         await backend.registry().register(model(), OTHERS)
 

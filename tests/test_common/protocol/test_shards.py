@@ -65,7 +65,7 @@ def slot(model: str, shard: int) -> int:
 
 
 @pytest.mark.parametrize("count", [3, 6, 12, 24, MAX_SHARDS])
-def test_shards_are_evenly_apart_in_a_cluster(count: int) -> None:
+def test_shards_are_evenly_spread_over_a_cluster(count: int) -> None:
     for model in ("m", "org/model-1", "a:b {c}.7"):
         slots = sorted(slot(model, shard) for shard in range(count))
         gaps = [(b - a) % SLOTS for a, b in zip(slots, slots[1:] + slots[:1], strict=True)]
@@ -111,7 +111,7 @@ def test_a_tenants_requests_are_dealt_evenly() -> None:
             tenant = tenants[turn % len(tenants)]
             assigned[tenant, assigner.assign("m", tenant, 3)] += 1
             counts = [assigned[tenant, shard] for shard in range(3)]
-            assert max(counts) - min(counts) <= 2  # the first of each pair of models and hands
+            assert max(counts) - min(counts) <= 2  # a round of shards may have begun
         assigner = ShardAssigner(random.Random(8))
 
 
@@ -220,7 +220,7 @@ async def test_no_shard_is_starved_by_a_busy_one(backend: Backend) -> None:
 
 
 @sharded
-async def test_waiting_ends_with_something_new_in_any_shard(backend: Backend) -> None:
+async def test_waiting_ends_when_there_is_something_new_in_any_shard(backend: Backend) -> None:
     engine = backend.engine()
     await engine.start()
     for shard in (2, 0, 1):
@@ -298,7 +298,7 @@ async def test_failed_shards_are_skipped_for_a_while(over_redis: OverRedis) -> N
     small = await admit(backend, 0, 2)
     await refuse_writes(backend, refuse=True)
     try:
-        for _ in range(4):  # one for the shard that others must wait for
+        for _ in range(4):  # one of them for the shard that makes the others wait
             assert await engine.take(9, 12) == []
         woken = asyncio.create_task(engine.wait())
         done, _ = await asyncio.wait({woken}, timeout=0.05)

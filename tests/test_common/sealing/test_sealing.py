@@ -75,7 +75,7 @@ def test_a_record_opens_only_in_its_own_place(
     sealer = AesSealer(ring)
     record = sealer.seal(PayloadKind.PAYLOAD, HERE, TEXT)
 
-    with pytest.raises(SealingError, match="changed, or is another one's"):
+    with pytest.raises(SealingError, match="changed, or belongs to another place"):
         sealer.open(kind, binding, record)
 
 
@@ -146,7 +146,7 @@ def test_unsealed_data_is_refused_unless_the_mode_accepts_it(ring: Keyring) -> N
     assert AesSealer(ring, "open").open(PayloadKind.PAYLOAD, HERE, TEXT) == TEXT
 
 
-def test_in_mode_open_nothing_is_sealed_and_everything_opened(ring: Keyring) -> None:
+def test_in_mode_open_nothing_is_sealed_and_sealed_values_are_opened(ring: Keyring) -> None:
     record = AesSealer(ring).seal(PayloadKind.PAYLOAD, HERE, TEXT)
 
     assert AesSealer(ring, "open").seal(PayloadKind.PAYLOAD, HERE, TEXT) == TEXT
@@ -204,7 +204,7 @@ def test_a_search_finds_a_text_at_any_offset() -> None:
 # Files
 
 
-def test_a_file_has_a_key_a_line_and_comments() -> None:
+def test_a_file_has_one_key_for_each_line_and_comments() -> None:
     first, second = new_key(), new_key()
     ring = read_keyring(f"# of spring\n{first.line} # seals\n\n{second.line}\n".encode())
 
@@ -252,7 +252,7 @@ async def test_a_changed_file_is_read_again_and_a_broken_one_changes_nothing(
     await file.refresh()
     await file.refresh()
     assert file.sealer.key_id == old.id
-    assert caplog.text.count("sealing keys cannot be read, those known stay") == 1
+    assert caplog.text.count("sealing keys cannot be read, the known ones stay") == 1
 
     write(path, new, old)
     await file.refresh()

@@ -26,7 +26,7 @@ PATTERNS = [
 
 
 @pytest.mark.parametrize("pattern", PATTERNS)
-def test_every_kind_of_constraint_reads_them_as_python_does(pattern: str) -> None:
+def test_every_kind_of_constraint_reads_classes_as_python_does(pattern: str) -> None:
     expected = [one for one in CHARACTERS if re.fullmatch(pattern, one, re.ASCII)]
     schema = {"type": "string", "pattern": f"^{pattern}$"}
     kinds = {
@@ -43,7 +43,7 @@ def test_every_kind_of_constraint_reads_them_as_python_does(pattern: str) -> Non
     assert [json.loads(one) for one in quoted if accepts(json_schema, one)] == expected
 
 
-def test_other_escapes_stay() -> None:
+def test_other_escapes_are_unchanged() -> None:
     assert ascii_regex(r"\\d\.\p{L}\x64") == r"\\d\.\p{L}\x64"
 
 

@@ -61,8 +61,8 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"json": {"enum": ["x" * MAX_CHARS]}}, "over the limit"),
     ({"json": nested(200)}, "nested deeper"),
     ({"json": "[" * 10**4}, "not valid JSON"),
-    ({"json": {"$ref": "http://127.0.0.1/secret"}}, "not of this schema"),
-    ({"json": {"properties": {"a": {"$ref": "file:///etc/passwd"}}}}, "not of this schema"),
+    ({"json": {"$ref": "http://127.0.0.1/secret"}}, "outside of this schema"),
+    ({"json": {"properties": {"a": {"$ref": "file:///etc/passwd"}}}}, "outside of this schema"),
     ({"json": {"$ref": "#"}}, "leads only to itself"),
     (
         {

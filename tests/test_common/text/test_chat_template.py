@@ -152,7 +152,7 @@ def test_a_broken_template_names_its_line() -> None:
         ChatTemplate("fine\n{% if %}")
 
 
-def test_endless_work_is_ended() -> None:
+def test_endless_templates_are_stopped() -> None:
     loop = "{% for i in range(99999) %}"
     source = loop * 3 + "{% endfor %}" * 3
 
@@ -160,7 +160,7 @@ def test_endless_work_is_ended() -> None:
         ChatTemplate(source, max_seconds=0.05).render([])
 
 
-def test_endless_output_is_ended() -> None:
+def test_endless_output_is_stopped() -> None:
     source = "{% for i in range(99999) %}{{ messages[0].content }}{% endfor %}"
 
     with pytest.raises(ChatTemplateError, match="over 1000 characters"):

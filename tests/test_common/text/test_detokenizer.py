@@ -63,7 +63,7 @@ def test_pieces_are_the_same_in_larger_steps(tokenizer: Tokenizer) -> None:
     assert whole.push(ids) + whole.flush() == "".join(pieces(tokenizer, [], ids))
 
 
-def test_random_bytes_come_out_and_are_not_held_back_indefinitely(tokenizer: Tokenizer) -> None:
+def test_random_bytes_are_output_and_not_held_back_indefinitely(tokenizer: Tokenizer) -> None:
     generator = random.Random(7)
     ids = [generator.randrange(3, 259) for _ in range(2000)]
     detokenizer = Detokenizer(tokenizer)
@@ -122,7 +122,7 @@ def test_a_tokens_text_is_cached_only_if_neighbours_do_not_change_it(
     ] * 3
 
 
-def test_special_tokens_are_skipped_unless_wanted(tokenizer: Tokenizer) -> None:
+def test_special_tokens_are_skipped_unless_requested(tokenizer: Tokenizer) -> None:
     eos = tokenizer.eos_token_ids[0]
     ids = [*tokenizer.encode("Hello"), eos]
 
@@ -209,7 +209,7 @@ def test_a_stop_tokens_text_is_hidden_unless_included(tokenizer: Tokenizer) -> N
     assert hidden.tokens == len(ids)
 
 
-def test_a_possible_stop_comes_out_at_the_end(tokenizer: Tokenizer) -> None:
+def test_a_possible_stop_string_is_output_at_the_end(tokenizer: Tokenizer) -> None:
     text = choice(tokenizer, stop=["world!"])
     first = text.push(tokenizer.encode("Hello world"))
     last = text.push([], finish_reason="length")

@@ -76,7 +76,7 @@ def test_eos_ids_come_from_the_tokenizer_and_the_generation_config(folder: Path)
     assert Tokenizer.load(folder).eos_token_ids == (2, 0)
 
 
-def test_the_tokenizer_and_the_model_have_a_vocabulary_size_each(folder: Path) -> None:
+def test_the_tokenizer_and_the_model_each_have_a_vocabulary_size(folder: Path) -> None:
     tokenizer = Tokenizer.load(folder)
 
     assert tokenizer.vocab_size == byte_level_tokenizer().get_vocab_size()
@@ -96,7 +96,7 @@ def test_only_protected_special_tokens_are_encoded_as_text(folder: Path) -> None
     assert tokenizer.decode(ids, skip_special_tokens=True) == evil
 
 
-def test_protection_changes_nothing_where_there_are_no_special_tokens(folder: Path) -> None:
+def test_protection_changes_nothing_without_special_tokens(folder: Path) -> None:
     tokenizer = Tokenizer.load(folder)
     text = "<|im_start|>user\nplain 你好<|im_end|>"
 

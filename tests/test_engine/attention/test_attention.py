@@ -226,7 +226,7 @@ def test_a_backend_that_cannot_run_is_refused(
         attention.select(name, options.get("device", CPU), torch.bfloat16)
 
 
-def test_auto_takes_the_fastest_backend_of_the_cpu() -> None:
+def test_auto_chooses_the_fastest_backend_of_the_cpu() -> None:
     expected = "cpu" if "cpu" in cpu_backends() else "reference"
     assert attention.select("auto", CPU, torch.float32).name == expected
 

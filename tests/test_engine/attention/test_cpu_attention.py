@@ -176,15 +176,15 @@ def test_kernels_agree_with_the_reference(
 
 
 @pytest.mark.parametrize("case", [Case(dim=24), Case(dim=272, runs=((1, 9),))])
-def test_head_sizes_without_a_kernel_take_the_reference(backend: CpuBackend, case: Case) -> None:
+def test_head_sizes_without_a_kernel_use_the_reference(backend: CpuBackend, case: Case) -> None:
     check(backend, case, torch.float32)
 
 
-def test_float16_takes_the_reference(backend: CpuBackend) -> None:
+def test_float16_uses_the_reference(backend: CpuBackend) -> None:
     check(backend, Case(), torch.float16)
 
 
-def test_without_a_library_everything_takes_the_reference(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_a_library_everything_uses_the_reference(monkeypatch: pytest.MonkeyPatch) -> None:
     def unavailable() -> library.Kernels:
         raise library.KernelsUnavailable("no compiler")
 

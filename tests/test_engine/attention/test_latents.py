@@ -111,7 +111,7 @@ def test_bfloat16_and_caches_in_8_bits_round_once(backend: str) -> None:
 
 
 @pytest.mark.parametrize("backend", backends())
-def test_a_block_has_latents_alone(backend: str) -> None:
+def test_a_block_contains_only_latents(backend: str) -> None:
     made, device = backends()[backend]
     spec = KVSpec(1, RANK + ROTARY, 4, torch.bfloat16, device, latent=RANK)
     cache = made.allocate(BLOCKS, spec)

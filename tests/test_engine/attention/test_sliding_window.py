@@ -22,7 +22,7 @@ CheckpointMaker = Callable[[str], Path]
 
 
 def test_blocks_before_the_window_are_free() -> None:
-    cache = KVCacheManager(16, 4, groups=KVGroups.alike(6))
+    cache = KVCacheManager(16, 4, groups=KVGroups.uniform(6))
     sequence = computed(cache, 23)
     # The position computed last, 22, sees those from 17 on: the fifth block and what follows.
     assert (len(sequence.block_table), sequence.released) == (6, 4)
@@ -33,7 +33,7 @@ def test_blocks_before_the_window_are_free() -> None:
 
 
 def test_a_fork_can_compute_the_last_token_again() -> None:
-    cache = KVCacheManager(16, 4, groups=KVGroups.alike(6))
+    cache = KVCacheManager(16, 4, groups=KVGroups.uniform(6))
     parent, child = (
         computed(cache, 22),
         Sequence(make_request("r", range(1, 23)), 1, list(range(1, 23))),
@@ -46,7 +46,7 @@ def test_a_fork_can_compute_the_last_token_again() -> None:
 
 
 def test_released_blocks_are_still_found_by_others() -> None:
-    cache = KVCacheManager(16, 4, groups=KVGroups.alike(6))
+    cache = KVCacheManager(16, 4, groups=KVGroups.uniform(6))
     sequence = computed(cache, 20)
     other = Sequence(make_request("o", range(1, 18)), 0, list(range(1, 18)))
     assert len(cache.match_prefix(other)) == 4
@@ -54,7 +54,9 @@ def test_released_blocks_are_still_found_by_others() -> None:
 
 
 def test_a_long_output_needs_the_blocks_of_one_window() -> None:
-    runner = FakeRunner(num_blocks=16, block_size=4, max_model_len=64, kv_groups=KVGroups.alike(8))
+    runner = FakeRunner(
+        num_blocks=16, block_size=4, max_model_len=64, kv_groups=KVGroups.uniform(8)
+    )
     engine = Engine(make_config(watermark=0.0), runner)
     params = SamplingParams(max_tokens=40, ignore_eos=True)
     for name in ("a", "b", "c"):
@@ -71,7 +73,7 @@ def test_tokens_equal_transformers_far_beyond_the_window(
     folder, length = checkpoint("mistral"), 48
     paths = reference("mistral").clear_paths(2, length, lambda index: 20 + index)
     runner = make_runner(folder, num_blocks=20, attention_backend="reference")
-    assert runner.kv_groups == KVGroups.alike(12)
+    assert runner.kv_groups == KVGroups.uniform(12)
     engine = Engine(engine_config(folder, watermark=0.0, enable_prefix_caching=False), runner)
     found = run(
         engine,
@@ -98,4 +100,4 @@ def test_released_blocks_are_computed_again_after_a_preemption(
 
 def test_the_transformers_implementation_reports_its_window(checkpoint: CheckpointMaker) -> None:
     runner = make_runner(checkpoint("mistral"), model_implementation="transformers")
-    assert runner.kv_groups == KVGroups.alike(12)
+    assert runner.kv_groups == KVGroups.uniform(12)

@@ -93,17 +93,17 @@ def test_half_precision_is_exact_up_to_its_own_rounding(name: str, dtype: torch.
 
 
 @pytest.mark.parametrize("window", [None, 1, 23, 40])
-def test_long_sequences_are_cut_and_merged(window: int | None, small_parts: None) -> None:
+def test_long_sequences_are_split_and_merged(window: int | None, small_parts: None) -> None:
     runs = ((15, 1), (16, 1), (0, 1), (100, 1), (32, 2))
     check(Case(runs, block_size=8, params=LayerParams(0.2, None, window)))
 
 
-def test_cut_sequences_with_a_soft_cap(small_parts: None) -> None:
+def test_split_sequences_with_a_soft_cap(small_parts: None) -> None:
     check(Case(((70, 1), (18, 1)), block_size=8, params=LayerParams(0.7, 3.0)))
 
 
 @pytest.mark.parametrize("merges", [True, False])
-def test_sinks_join_cut_sequences_once(merges: bool, small_parts: None) -> None:
+def test_sinks_are_added_once_to_split_sequences(merges: bool, small_parts: None) -> None:
     backend = TritonBackend(HOPPER)
     backend.use(AttentionLaunches(decodes=((8, DecodeLaunch(Launch(16, 16, 4, 2), 16, merges)),)))
     params = LayerParams(0.2, None, 40, sinks=SINKS)
@@ -121,7 +121,7 @@ def test_sinks_join_cut_sequences_once(merges: bool, small_parts: None) -> None:
     softcap=st.none() | st.just(2.0),
     block_size=st.sampled_from([8, 16]),
 )
-def test_any_mix_equals_the_reference(
+def test_any_mixture_equals_the_reference(
     decodes: list[int],
     chunks: list[tuple[int, int]],
     group: int,
@@ -364,7 +364,7 @@ def test_too_large_a_head_is_refused() -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-def test_auto_takes_triton_where_flash_reads_no_small_blocks(
+def test_auto_chooses_triton_if_flash_cannot_read_small_blocks(
     dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: HOPPER)
@@ -374,7 +374,7 @@ def test_auto_takes_triton_where_flash_reads_no_small_blocks(
     assert "attention_backend flash" in vars(record)["reason"]
 
 
-def test_auto_takes_flash_where_it_reads_the_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_auto_chooses_flash_if_it_can_read_the_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(FlashBackend, "reads_blocks", lambda *_: True)
     assert attention.select("auto", torch.device("cuda"), torch.bfloat16).name == "flash"
 

@@ -62,7 +62,8 @@ class Bench:
         self.runner.peers.close()
 
     def serve(self, names: Sequence[str | None], count: int = 2) -> None:
-        """All prompts of these adapters at once give transformers' tokens of merged weights."""
+        """Runs all prompts of these adapters at once; they must give the tokens of merged
+        weights."""
         self.count += 1
         paths = {name: self.scene.paths(name, count) for name in names}
         requests = [

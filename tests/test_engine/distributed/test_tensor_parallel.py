@@ -205,7 +205,7 @@ def test_memory_for_the_graphs_of_each_rank_is_kept_free(
     assert sorted(shape[0] for shape in replays.recorded) == [2] * 4 + [3] * 4
 
 
-def test_a_vocabulary_need_not_divide(tmp_path: Path) -> None:
+def test_a_vocabulary_need_not_be_divisible(tmp_path: Path) -> None:
     folder = save_checkpoint(tmp_path, "qwen2", vocab_size=251)
     params = SamplingParams(temperature=0.0, max_tokens=LENGTH, logprobs=20)
     config = engine_config(folder)

@@ -30,7 +30,7 @@ class Line:
         return [len(scheduler_output.scheduled) for scheduler_output in self.rig.runner.steps]
 
 
-def test_an_output_that_ends_by_its_length_is_in_no_further_step() -> None:
+def test_an_output_that_ends_by_its_length_has_no_further_step() -> None:
     line = Line(make_rig())
     short, long = (
         make_request("a", [1, 2], params=params(2)),
@@ -42,7 +42,7 @@ def test_an_output_that_ends_by_its_length_is_in_no_further_step() -> None:
     assert line.rig.tokens() == line.rig.expected(short, long)
 
 
-def test_an_output_that_a_stop_token_ends_is_in_one_step_more() -> None:
+def test_an_output_that_a_stop_token_ends_has_one_more_step() -> None:
     rig = make_rig()
     undisturbed = rig.runner.expected(make_request("a", [1], params=params(9)), 0)[0]
     last = next(

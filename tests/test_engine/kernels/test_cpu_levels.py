@@ -34,5 +34,5 @@ def test_a_level_is_reached_by_all_or_not_at_all() -> None:
 
 def test_a_level_that_is_not_reached_ends_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cpu_levels, "used", lambda _: FOUND["avx512"])
-    with pytest.raises(RuntimeError, match="avx2 cannot be pretended here: .*"):
+    with pytest.raises(RuntimeError, match="avx2 cannot be emulated on this CPU: .*"):
         cpu_levels.run(AVX2, [])

@@ -194,7 +194,9 @@ def test_a_launch_mode_whose_replays_differ_is_not_used() -> None:
     assert chooser.choose("step", candidates, tolerance=0.0) == "one by one"
     refused = {"dependent": "its result differs when it is replayed"}
     assert chooser.choices[0].refused == refused
-    assert chooser.choose("product", candidates) == "dependent", "whose parts are rounded otherwise"
+    assert chooser.choose("product", candidates) == "dependent", (
+        "parts of a product may be rounded in another order"
+    )
 
 
 def kernels() -> dict[str, ast.FunctionDef]:

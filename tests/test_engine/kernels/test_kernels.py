@@ -112,7 +112,7 @@ def test_argmax_of_equal_rows_and_of_minus_infinity(ops: NativeOps, dtype: torch
 
 
 @pytest.mark.parametrize("place", [0, 17, 98, 99])
-def test_argmax_takes_nan_for_the_largest(ops: NativeOps, dtype: torch.dtype, place: int) -> None:
+def test_argmax_treats_nan_as_the_largest(ops: NativeOps, dtype: torch.dtype, place: int) -> None:
     x = random(2, 100, dtype=dtype)
     x[0, place] = torch.nan
     assert ops.argmax(x)[0].tolist() == [place, int(x[1].float().argmax())]
@@ -135,7 +135,7 @@ def test_other_dtypes_and_layouts_are_computed_by_torch(ops: NativeOps) -> None:
     close(added[0], plain.add_rms_norm(turned, turned, weight.float(), 1e-6)[0])
 
 
-def test_no_rows_are_no_error(ops: NativeOps, dtype: torch.dtype) -> None:
+def test_zero_rows_are_allowed(ops: NativeOps, dtype: torch.dtype) -> None:
     assert ops.silu_mul(random(0, 64, dtype=dtype)).shape == (0, 32)
     assert ops.rms_norm(random(0, 64, dtype=dtype), random(64, dtype=dtype), 1e-6).shape == (0, 64)
 

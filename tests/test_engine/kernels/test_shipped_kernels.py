@@ -61,7 +61,7 @@ def decode(programs: Programs, prefix: Path, written: Path) -> subprocess.Comple
     return programs.run(DECODE, [], given, prefix)
 
 
-def test_without_a_compiler_an_engine_needs_kernels_compiled_ahead(
+def test_without_a_compiler_an_engine_needs_precompiled_kernels(
     programs: Programs, tmp_path: Path
 ) -> None:
     done = decode(programs, tmp_path / "nothing", tmp_path / "written")
@@ -79,7 +79,7 @@ def test_a_first_start_of_the_demo_model_compiles_nothing(
     assert written == []
 
 
-def test_kernels_not_compiled_ahead_are_compiled_and_kept(
+def test_kernels_that_are_not_precompiled_are_compiled_and_cached(
     programs: Programs, prefix: Path, tmp_path: Path
 ) -> None:
     for kernel in list(prefix.rglob("rotate_kernel.cubin")):

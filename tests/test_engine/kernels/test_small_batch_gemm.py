@@ -106,7 +106,7 @@ def test_candidates_fill_the_device_and_take_the_inputs_whole() -> None:
     assert len(silu_candidates(4096, 14336)) == 2 and not silu_candidates(4096, 64)
 
 
-def test_parts_joined_within_the_kernel_have_the_bits_of_those_joined_apart() -> None:
+def test_parts_joined_within_the_kernel_have_the_same_bits_as_parts_joined_separately() -> None:
     params = LayerParams(0.2, 5.0, 24)
     case = Case(((40, 1), (20, 1), (3, 1)), heads=4, kv_heads=1, params=params)
     outputs = []

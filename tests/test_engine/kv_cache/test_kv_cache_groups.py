@@ -55,7 +55,7 @@ def test_layers_are_put_into_groups_of_one_size(
 ) -> None:
     layout = KVLayout.of(windows(layers, every))
     assert (layout.groups.full, layout.groups.sliding) == (full, sliding)
-    assert len(layout.of_places) == places
+    assert len(layout.layer_of_each_place) == places
     assert len(set(zip(layout.layers, layout.places, strict=True))) == layers
     if layout.groups.count > 1:
         kinds = [group < full for group in layout.layers]

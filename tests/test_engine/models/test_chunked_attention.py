@@ -114,7 +114,7 @@ def test_layers_in_chunks_alone_are_one_group() -> None:
 
 
 def test_blocks_of_earlier_chunks_are_free() -> None:
-    cache = KVCacheManager(32, 4, groups=KVGroups.alike(8, chunked=True))
+    cache = KVCacheManager(32, 4, groups=KVGroups.uniform(8, chunked=True))
     # The position computed last, 15, is the last of its chunk, and sees those from 8 on.
     sequence = computed(cache, 16)
     assert (sequence.released, cache.pool.num_used) == (2, 2)
@@ -126,7 +126,7 @@ def test_blocks_of_earlier_chunks_are_free() -> None:
 
 
 def test_chunks_that_are_no_multiple_of_a_block_keep_the_block_that_they_share() -> None:
-    cache = KVCacheManager(32, 4, groups=KVGroups.alike(6, chunked=True))
+    cache = KVCacheManager(32, 4, groups=KVGroups.uniform(6, chunked=True))
     sequence = computed(cache, 13)
     assert (sequence.released, cache.pool.num_used) == (3, 1)
     cache.free(sequence)
@@ -147,7 +147,7 @@ def test_a_prefix_needs_the_blocks_of_its_last_chunk_alone() -> None:
 
 
 def test_a_fork_can_compute_the_last_token_of_a_chunk_again() -> None:
-    cache = KVCacheManager(32, 4, groups=KVGroups.alike(8, chunked=True))
+    cache = KVCacheManager(32, 4, groups=KVGroups.uniform(8, chunked=True))
     parent = computed(cache, 16)
     child = Sequence(make_request("r", range(1, 17)), 1, list(range(1, 17)))
     cache.fork(parent, child, 16)

@@ -212,7 +212,7 @@ def test_a_model_of_scaled_products(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert len(outputs["a", 0].token_ids) == 4
 
 
-def test_drawn_weights_are_rounded_too() -> None:
+def test_random_weights_are_rounded_too() -> None:
     reader = RandomReader(torch.float32, CPU, float8=True)
     reader.check({"model.layers.0.mlp.up_proj.weight": (32, 16), "lm_head.weight": (8, 16)})
     found = reader.float8(["model.layers.0.mlp.up_proj.weight"])
@@ -220,7 +220,7 @@ def test_drawn_weights_are_rounded_too() -> None:
     assert reader.float8(["lm_head.weight"]) is None
 
 
-def test_drawn_weights_are_in_whole_numbers_too() -> None:
+def test_random_weights_can_be_integers_too() -> None:
     reader = RandomReader(torch.float32, CPU, grouped=Drawn())
     reader.check({"layers.0.mlp.up_proj.weight": (64, 100), "lm_head.weight": (8, 16)})
     found = reader.quantized(["layers.0.mlp.up_proj.weight"] * 2)

@@ -243,7 +243,7 @@ def test_8_bits_are_refused_where_unsupported(tmp_path: Path) -> None:
         make_runner(folder, quantization="int8", model_implementation="transformers")
 
 
-def test_sizes_that_are_no_multiple_of_a_vector_are_left_to_torch(tmp_path: Path) -> None:
+def test_sizes_that_are_not_a_multiple_of_a_vector_are_computed_by_torch(tmp_path: Path) -> None:
     folder = save_checkpoint(tmp_path, "llama", intermediate_size=100)
     runner = make_runner(folder, attention_backend="cpu")
     assert not isinstance(runner.model, FusedDecoder)

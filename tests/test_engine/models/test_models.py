@@ -303,12 +303,12 @@ def test_native_models_can_also_be_served_by_transformers(
     )
 
 
-def test_native_is_refused_where_there_is_none(checkpoint: CheckpointMaker) -> None:
+def test_native_is_refused_without_a_native_implementation(checkpoint: CheckpointMaker) -> None:
     with pytest.raises(ConfigError, match="native has no GPTNeoXForCausalLM"):
         make_runner(checkpoint("gpt_neox"), model_implementation="native")
 
 
-def test_a_field_that_native_cannot_honour_is_left_to_transformers(tmp_path: Path) -> None:
+def test_a_field_that_native_does_not_support_is_left_to_transformers(tmp_path: Path) -> None:
     folder = save_checkpoint(tmp_path, "llama", hidden_act="gelu")
     with pytest.raises(ConfigError, match=r"config\.json: hidden_act must be one of silu"):
         make_runner(folder, model_implementation="native")

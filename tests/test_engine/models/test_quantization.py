@@ -67,7 +67,7 @@ def check(packed: Path, whole: Path, **options: Any) -> Engine:
 
 
 @pytest.mark.parametrize("form", FORMATS)
-def test_stored_numbers_are_computed_with(form: str, tmp_path: Path) -> None:
+def test_products_use_the_stored_numbers(form: str, tmp_path: Path) -> None:
     check(*save_quantized(tmp_path, "llama", FORMATS[form]))
 
 
@@ -160,7 +160,7 @@ def test_native_kernels_keep_mxfp4_in_bfloat16(tmp_path: Path) -> None:
 
 @native_kernels
 @pytest.mark.parametrize("name", ["gemma2", "mixtral", "gpt_neox"])
-def test_any_model_is_put_into_8_bits(name: str, tmp_path: Path) -> None:
+def test_any_model_can_be_converted_to_8_bits(name: str, tmp_path: Path) -> None:
     folder = save_checkpoint(tmp_path, name)
     whole = make_runner(folder, attention_backend="cpu")
     eight = make_runner(folder, attention_backend="cpu", quantization="int8")
@@ -247,7 +247,7 @@ def test_a_named_quantisation_must_be_the_checkpoints_own(tmp_path: Path) -> Non
         make_runner(whole, quantization="gptq")
 
 
-def test_transformers_takes_whole_weights_only(tmp_path: Path) -> None:
+def test_transformers_accepts_only_unquantised_weights(tmp_path: Path) -> None:
     packed, _ = save_quantized(tmp_path, "llama", gptq())
     with pytest.raises(ConfigError, match="LlamaForCausalLM is served through transformers"):
         make_runner(packed, model_implementation="transformers")

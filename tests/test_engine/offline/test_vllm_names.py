@@ -61,7 +61,7 @@ def test_fields_of_a_prompt_are_never_dropped(name: str, llm: LLM) -> None:
         llm.generate([prompt], use_tqdm=False)
 
 
-def test_parts_of_a_message_that_are_no_text_are_refused(llm: LLM) -> None:
+def test_parts_of_a_message_that_are_not_text_are_refused(llm: LLM) -> None:
     image = {"type": "image_url", "image_url": {"url": "x"}}
     text = {"type": "text", "text": "Hello"}
     with pytest.raises(RequestError, match="a part of type 'image_url' is not supported"):
@@ -71,13 +71,13 @@ def test_parts_of_a_message_that_are_no_text_are_refused(llm: LLM) -> None:
 
 
 @pytest.mark.parametrize("name", UNSUPPORTED_METHODS)
-def test_methods_that_are_not_there_say_what_to_use(name: str, llm: LLM) -> None:
+def test_missing_methods_name_a_replacement(name: str, llm: LLM) -> None:
     with pytest.raises(AttributeError, match=f"LLM.{name} is not supported: "):
         getattr(llm, name)
 
 
 @pytest.mark.parametrize("name", UNSUPPORTED_SAMPLING)
-def test_fields_of_sampling_parameters_say_what_to_use(name: str) -> None:
+def test_unsupported_sampling_parameters_name_a_replacement(name: str) -> None:
     given: dict[str, Any] = {name: [len]}
     with pytest.raises(SamplingError, match=f"{name}: is not supported: "):
         SamplingParams(**given)
@@ -107,7 +107,7 @@ def test_pages_agree_with_the_tables() -> None:
         assert module.PAGE.read_text() == module.page(), f"run python -m {module.__name__}"
 
 
-def test_every_public_name_is_there() -> None:
+def test_every_public_name_exists() -> None:
     for name in headrace_engine.__all__:
         assert getattr(headrace_engine, name) is not None
 

@@ -303,8 +303,8 @@ def test_experts_are_multiplied_together(
     assert (
         error(found, mixture.one_by_one(DEVICE, weights=exact)(x).double()) < BOUNDS[torch.float32]
     )
-    alike = mixture.parts(DEVICE, BatchInvariantLinear, weights)
-    invariant = GroupedMoe(alike, deterministic=True)
+    same = mixture.parts(DEVICE, BatchInvariantLinear, weights)
+    invariant = GroupedMoe(same, deterministic=True)
     assert torch.equal(invariant(x)[-1:], invariant(x[-1:]))
 
 

@@ -142,7 +142,7 @@ def two_sequences() -> AttentionMetadata:
     )
 
 
-def test_inputs_that_the_kernels_do_not_take_go_to_torch() -> None:
+def test_inputs_that_the_kernels_do_not_support_are_computed_by_torch() -> None:
     x, weight = random(4, 32).t(), random(4)
     same(TritonOps().rms_norm(x, weight, 1e-5), TorchOps().rms_norm(x, weight, 1e-5))
     empty = torch.empty(0, 32)

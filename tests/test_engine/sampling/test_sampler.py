@@ -246,7 +246,7 @@ def test_broken_logits_give_no_token_and_leave_the_other_rows_alone(
     assert [token and token.token_id for token in tokens] == [unbroken[0], None, unbroken[2], None]
 
 
-def test_tokens_that_a_model_rules_out_are_no_error() -> None:
+def test_tokens_that_a_model_rules_out_are_not_an_error() -> None:
     logits = torch.full((2, 10), -torch.inf)
     logits[:, 4] = 1.0
     rows = [sequence(SamplingParams()), sequence(SamplingParams(temperature=0.0))]

@@ -150,7 +150,7 @@ def test_urgent_requests_preempt_for_blocks_the_latest_first_and_no_more_than_ne
 
 
 @pytest.mark.parametrize("tokens", [12, 14])
-def test_nothing_is_preempted_where_it_would_not_be_enough(tokens: int) -> None:
+def test_nothing_is_preempted_if_that_would_not_be_enough(tokens: int) -> None:
     """12 tokens would fit beside the present blocks of the more urgent request, but not beside its
     full length."""
     rig = make_rig(num_blocks=8, policy=Priority())
@@ -375,7 +375,7 @@ def slow_steps(rig: Rig, clock: Time, seconds: float, count: int) -> None:
         rig.scheduler.update(scheduler_output, result)
 
 
-def test_hopeless_work_is_not_begun() -> None:
+def test_requests_that_cannot_meet_their_deadline_are_not_begun() -> None:
     clock = Time()
     rig = make_rig(policy=Deadline(margin=0.0, clock=clock))
     rig.add(make_request("first", [1] * 10, params=params(20)))

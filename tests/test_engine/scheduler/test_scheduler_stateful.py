@@ -372,7 +372,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             assert block_hash is None or pool.lookup(block_hash) == block
         for sequence in running:
             rows = len(sequence.block_table) / self.runner.kv_groups.count
-            assert rows <= sequence.num_computed_tokens // size + 1, "blocks beyond need"
+            assert rows <= sequence.num_computed_tokens // size + 1, "more blocks than needed"
         self.check_salts(running)
         self.check_snapshot()
         self.check_host_block_counts()
@@ -418,7 +418,7 @@ class SchedulerMachine(RuleBasedStateMachine):
                 break
             self.one_step()
             self.check_block_counts()
-        assert not self.scheduler.has_work, "it goes round in circles"
+        assert not self.scheduler.has_work, "the scheduler makes no progress"
         if self.pipeline.busy:
             self.collect(self.pipeline.step())
         stats = self.scheduler.stats()

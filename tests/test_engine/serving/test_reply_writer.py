@@ -57,7 +57,9 @@ async def test_an_outcome_is_stored_after_the_replies_before_it(
     assert queue.mock_calls == [call.publish({"a": [token(0)]}), call.finish("r", 1, outcome)]
 
 
-async def test_nothing_is_lost_while_redis_is_away(writer: ReplyWriter, queue: AsyncMock) -> None:
+async def test_nothing_is_lost_while_redis_is_unreachable(
+    writer: ReplyWriter, queue: AsyncMock
+) -> None:
     away = BackendUnavailable("away")
     queue.publish.side_effect = [away, away, None]
     queue.finish.side_effect = [away, True]

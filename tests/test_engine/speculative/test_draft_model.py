@@ -275,7 +275,7 @@ def test_a_sequence_with_a_token_that_the_draft_model_lacks_gets_none() -> None:
         foreign.token_ids.append(3)
 
 
-def test_idle_sequences_give_their_blocks_up_and_finished_ones_do_at_once() -> None:
+def test_idle_sequences_give_up_their_blocks_and_finished_ones_do_at_once() -> None:
     drafter = FakeDrafter(num_blocks=4)
     given = proposer(drafter)
     first, second = sequence([1] * 9), sequence([2] * 9)
@@ -302,7 +302,7 @@ def test_another_vocabulary_is_refused(checkpoint: CheckpointMaker, tmp_path: Pa
 
 
 @pytest.mark.parametrize("vocab_size", [252, 300])
-def test_a_vocabulary_may_be_padded_otherwise(
+def test_a_vocabulary_may_have_another_padding(
     checkpoint: CheckpointMaker, tmp_path: Path, vocab_size: int
 ) -> None:
     folder = checkpoint("llama")

@@ -180,7 +180,7 @@ def test_a_step_that_costs_the_same_for_more_tokens_gets_them() -> None:
     assert lengths(costs(*MEMORY_BOUND)).choose([(one, 99)], 0, FREE) == [(one, 5)]
 
 
-def test_no_more_than_the_output_can_take() -> None:
+def test_no_more_is_proposed_than_the_output_can_take() -> None:
     one, full = sequence([1, 1]), sequence([1, 1])
     chooser = lengths(costs(*MEMORY_BOUND))
     assert chooser.choose([(one, 2), (full, 0)], 0, FREE) == [(one, 2)]
@@ -188,7 +188,7 @@ def test_no_more_than_the_output_can_take() -> None:
     assert always.choose([(one, 2), (full, 0)], 0, FREE) == [(one, 2)]
 
 
-def test_where_every_token_costs_its_share_nothing_is_proposed() -> None:
+def test_nothing_is_proposed_if_every_token_costs_its_share() -> None:
     batch = [(sequence([1, 1]), 99) for _ in range(64)]
     assert lengths(costs(*COMPUTE_BOUND)).choose(batch, 0, FREE) == []
     assert lengths(costs(*MEMORY_BOUND)).choose(batch, 0, FREE) != []
@@ -216,7 +216,7 @@ def test_unknown_costs_are_measured_with_one_sequence() -> None:
     assert len(chooser.choose(batch, 0, FREE)) == 6
 
 
-def test_a_sequence_is_read_only_where_its_drafts_repay_that() -> None:
+def test_a_sequence_is_read_only_if_its_drafts_repay_that() -> None:
     one = sequence([1, 1])
     chooser = lengths(costs(*MEMORY_BOUND))
     # A draft saves 0.7 seconds a step over HORIZON steps, so it pays if the entry costs less than

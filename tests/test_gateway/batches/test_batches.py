@@ -266,7 +266,7 @@ async def test_tenants_see_only_their_own_files_and_batches(
     assert stolen.status_code == 400 and stolen.json()["error"]["param"] == "input_file_id"
 
 
-async def test_another_tenants_ids_are_not_there_on_any_path(
+async def test_another_tenants_ids_are_not_found_on_any_path(
     with_keys: tuple[httpx.AsyncClient, KeyFile], book: KeyBook, engine: FakeEngine
 ) -> None:
     http = with_keys[0]
@@ -354,7 +354,7 @@ async def test_a_revoked_key_runs_no_further_lines(
     assert failed["error"]["code"] == "invalid_api_key"
 
 
-async def test_the_queue_of_no_key_is_refused(
+async def test_a_request_without_a_key_is_refused(
     with_keys: tuple[httpx.AsyncClient, KeyFile],
 ) -> None:
     assert (await BatchClient(with_keys[0]).get("/v1/files")).status_code == 401

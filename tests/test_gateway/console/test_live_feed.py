@@ -99,7 +99,7 @@ async def test_snapshots_for_an_earlier_watcher_are_not_shown(fleet: Fleet) -> N
 
 
 @pytest.mark.parametrize("failure", [BackendUnavailable("redis: away"), ValueError("a bug")])
-async def test_what_was_known_is_shown_while_redis_is_away(
+async def test_known_state_is_shown_while_redis_is_unreachable(
     fleet: Fleet, failure: Exception
 ) -> None:
     feed = fleet.feed()

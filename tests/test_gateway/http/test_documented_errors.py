@@ -96,7 +96,7 @@ def test_every_error_of_the_gateway_is_documented(error_calls: list[ast.Call]) -
     assert {error.code for error in failures} <= set(DOCUMENTED)
 
 
-def test_errors_that_may_pass_say_when_to_retry(error_calls: list[ast.Call]) -> None:
+def test_temporary_errors_say_when_to_retry(error_calls: list[ast.Call]) -> None:
     for call in error_calls:
         status = call.args[0] if call.args else None
         if isinstance(status, ast.Constant) and status.value in (429, 503):

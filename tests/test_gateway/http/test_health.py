@@ -12,7 +12,7 @@ from headrace_testing.gateway import MODEL, Gateway, engine_status, serve
 pytestmark = pytest.mark.asyncio(loop_scope="session")
 
 
-async def test_ready_where_an_engine_idles_or_steps(gateway: Gateway) -> None:
+async def test_ready_if_an_engine_is_idle_or_runs_steps(gateway: Gateway) -> None:
     for age in (0.0, 59.0):
         gateway.engine.statuses = [engine_status(last_step_age=age, running=1)]
         gateway.forget_engines()
@@ -53,7 +53,7 @@ async def test_not_ready_without_the_queue_but_live(gateway: Gateway) -> None:
 
 
 @pytest.mark.parametrize("path", ["/health", "/health/ready", "/version", "/v1/models"])
-async def test_monitors_may_ask_for_the_head_alone(gateway: Gateway, path: str) -> None:
+async def test_monitors_may_request_only_the_head(gateway: Gateway, path: str) -> None:
     whole, head = [await gateway.http.request(method, path) for method in ("GET", "HEAD")]
 
     assert (head.status_code, head.content) == (200, b"")

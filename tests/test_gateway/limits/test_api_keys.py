@@ -59,7 +59,7 @@ def client_of(gateway: Gateway, key: str) -> AsyncOpenAI:
 # Which requests need a key
 
 
-async def test_every_path_needs_a_key_but_health_version_and_the_page(gateway: Gateway) -> None:
+async def test_every_path_except_health_version_and_the_page_needs_a_key(gateway: Gateway) -> None:
     paths = [*gateway.app.openapi()["paths"], "/openapi.json"]
     assert {"/v1/chat/completions", "/tokenize", "/console/live", *OPEN_PATHS} <= set(paths)
     open_paths = OPEN_PATHS | {"/", "/console/index.html"}
@@ -294,7 +294,7 @@ async def test_a_request_carries_its_tenant(gateway: Gateway, book: KeyBook) -> 
     assert [request.tenant for request in gateway.engine.submitted] == ["a", "b"]
 
 
-async def test_prefix_caches_are_apart_by_tenant_and_by_salt(
+async def test_prefix_caches_are_separated_by_tenant_and_by_salt(
     gateway: Gateway, book: KeyBook
 ) -> None:
     """Tenants share no cache even with equal salts: 5 callers have 5 caches, and have the same ones
@@ -435,7 +435,7 @@ async def test_a_broken_file_keeps_the_keys_and_is_reported_once(
 
     assert keys.find(secret.encode()) is not None
     assert keys.failing
-    warnings = [r for r in caplog.records if "those known stay" in r.getMessage()]
+    warnings = [r for r in caplog.records if "the known ones stay" in r.getMessage()]
     assert [record.levelno for record in warnings] == [logging.ERROR]
 
     other = own.add("b").encode()

@@ -59,7 +59,7 @@ def test_two_gateways_follow_a_mounted_secret(
         assert [answer.status_code for answer in answers] == [504, 429]
         mounted.path.resolve().write_text("keys: {")
         for gateway in (one, two):
-            gateway.await_log("api keys cannot be read, those known stay")
+            gateway.await_log("api keys cannot be read, the known ones stay")
         assert statuses("new") == [200, 200]
 
     for log in (tmp_path / "g1.log", tmp_path / "g2.log"):

@@ -72,7 +72,9 @@ VALUES = st.recursive(
 
 
 @given(value=VALUES, ascii_only=st.booleans())
-def test_json_is_refused_exactly_where_a_count_of_it_is_over(value: Any, ascii_only: bool) -> None:
+def test_json_is_refused_exactly_if_its_count_exceeds_the_limit(
+    value: Any, ascii_only: bool
+) -> None:
     """Values are counted including the whole, and an empty list or object as if it had one
     value."""
     counts = dict.fromkeys(("values", "strings", "containers", "members"), 0)

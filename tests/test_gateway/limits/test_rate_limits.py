@@ -247,7 +247,7 @@ async def test_an_answer_without_a_bound_reserves_little(limited: Limited) -> No
     assert left == 1000 - prompt - ASSUMED_OUTPUT
 
 
-async def test_a_bound_over_the_limit_takes_a_full_minute_and_no_more(limited: Limited) -> None:
+async def test_a_bound_over_the_limit_takes_a_full_minute_but_no_more(limited: Limited) -> None:
     key = limited.key(tokens_per_minute=100)
     answer = await limited.ask(key, max_tokens=400)
 

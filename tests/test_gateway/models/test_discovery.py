@@ -160,7 +160,7 @@ async def test_models_come_and_go(world: World) -> None:
     assert refused.value.status == 404
 
 
-async def test_a_name_that_is_asked_for_is_looked_for_at_once(world: World) -> None:
+async def test_a_requested_name_is_looked_up_at_once(world: World) -> None:
     await world.discovery.start()
     world.now += LOOKUP_S
     await world.register("a")
@@ -338,7 +338,7 @@ async def test_new_files_that_are_broken_leave_the_old_ones_served(world: World)
     assert world.models.get("a").tokenizer.encode("Hi")
 
 
-async def test_known_models_are_served_while_redis_is_away(
+async def test_known_models_are_served_while_redis_is_unreachable(
     world: World, caplog: pytest.LogCaptureFixture
 ) -> None:
     await world.register("a")
@@ -369,7 +369,7 @@ async def test_a_start_without_redis_continues_when_redis_answers(world: World) 
     assert world.names() == ("a",)
 
 
-async def test_models_that_redis_has_lost_stay_until_engines_had_time_to_come_back(
+async def test_models_that_redis_has_lost_stay_while_engines_may_register_again(
     world: World,
 ) -> None:
     await world.register("a")
@@ -422,7 +422,7 @@ async def test_adapters_are_listed_as_models_and_served_by_their_base_models_eng
     assert world.names() == ("base", "chat")
 
 
-async def test_an_adapter_that_is_asked_for_is_looked_for_at_once(world: World) -> None:
+async def test_a_requested_adapter_is_looked_up_at_once(world: World) -> None:
     await world.discovery.start()
     world.now += LOOKUP_S
     await world.register("base", adapters=("sql",))

@@ -216,7 +216,7 @@ async def test_a_cancelled_response_has_the_status_cancelled(
     assert last.type == "response.failed" and last.response.status == "cancelled"
 
 
-async def test_a_kept_stream_is_read_again_from_anywhere(
+async def test_a_stored_stream_is_read_again_from_any_event(
     client: AsyncOpenAI, kept: KeptGateway
 ) -> None:
     kept.say(EVERYTHING)
@@ -370,7 +370,7 @@ async def test_errors_have_the_names_of_this_api(kept: KeptGateway) -> None:
     assert refused["code"] == "previous_response_not_found"
 
 
-async def test_other_kept_requests_are_no_responses(kept: KeptGateway) -> None:
+async def test_other_stored_requests_are_not_responses(kept: KeptGateway) -> None:
     body = {"messages": [{"role": "user", "content": "Hi"}]}
     chat: httpx.Response = await kept.http.post(
         "/v1/chat/completions", json=body, headers={"x-resumable": "true"}
@@ -382,7 +382,7 @@ async def test_other_kept_requests_are_no_responses(kept: KeptGateway) -> None:
     assert answer.json()["error"]["code"] == "response_not_found"
 
 
-async def test_without_a_store_nothing_is_kept(gateway: Gateway) -> None:
+async def test_without_a_store_nothing_is_stored(gateway: Gateway) -> None:
     answer = await gateway.http.post("/v1/responses", json={"input": "Hi"})
     refused = await gateway.http.post("/v1/responses", json={"input": "Hi", "store": True})
 

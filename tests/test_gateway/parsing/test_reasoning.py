@@ -72,13 +72,13 @@ def test_text_between_the_markers_is_reasoning(
     assert read(parser(begin, missing), list(text)) == (reasoning, answer)
 
 
-SHARDS = ("<think>", "</think>", "\n", " ", "word", "<", "think>", "/")
+FRAGMENTS = ("<think>", "</think>", "\n", " ", "word", "<", "think>", "/")
 
 
 @given(
     begin=st.sampled_from(Begin),
     missing=st.booleans(),
-    pieces=st.lists(st.sampled_from(SHARDS), max_size=12),
+    pieces=st.lists(st.sampled_from(FRAGMENTS), max_size=12),
 )
 def test_reasoning_does_not_depend_on_how_the_text_is_split(
     begin: Begin, missing: bool, pieces: list[str]

@@ -296,7 +296,7 @@ def allowed(held: StructuredOutputsParams, kind: str, ids: list[int]) -> bool:
 
 
 @pytest.mark.parametrize("kind", ["text", "added"])
-def test_one_call_at_most_where_calls_are_not_parallel(kind: str) -> None:
+def test_without_parallel_calls_there_is_at_most_one_call(kind: str) -> None:
     text, _ = tokenizer(kind)
     call = '<tool_call>\n{"name": "now", "arguments": {}}\n</tool_call>'
     for once in (False, True):
@@ -308,7 +308,9 @@ def test_one_call_at_most_where_calls_are_not_parallel(kind: str) -> None:
 
 @pytest.mark.parametrize("name", ["hermes", "llama3_json", "pythonic", "qwen3_coder"])
 @pytest.mark.parametrize("kind", ["text", "special"])
-def test_calls_are_constrained_after_reasoning_and_are_text_within_it(name: str, kind: str) -> None:
+def test_calls_are_constrained_after_reasoning_and_are_plain_text_in_it(
+    name: str, kind: str
+) -> None:
     form = form_of(name, reasoning="qwen3")
     held = strict_calls(tools(), form, "")
     assert held is not None
@@ -403,7 +405,7 @@ def test_a_texts_length_ends_at_its_first_end_marker(kind: str) -> None:
                 assert allowed(held, kind, ids) is fits, (name, text)
 
 
-def test_answers_that_are_json_are_no_calls_of_llama() -> None:
+def test_answers_that_are_json_are_not_calls_of_llama() -> None:
     held = strict_calls(tools(), form_of("llama3_json"), "")
     assert held is not None
     free = (

@@ -257,7 +257,7 @@ async def test_a_named_tool_constrains_the_output_to_one_call_of_it(tools: Gatew
     assert tag.format.content == Json(WEATHER["function"]["parameters"])
 
 
-async def test_none_reads_no_calls(tools: Gateway) -> None:
+async def test_tool_choice_none_parses_no_calls(tools: Gateway) -> None:
     say(tools, CALL)
     answer = await message(await tools.chat(tools=[WEATHER], tool_choice="none"))
 

@@ -422,7 +422,7 @@ async def store_another_outcome(engine: EngineQueue) -> None:
 
 
 @pytest.mark.parametrize("keep_ms", [0, 60_000])
-async def test_an_outcome_of_another_history_is_not_the_clients(
+async def test_an_outcome_with_other_tokens_is_not_given_to_the_client(
     client: GenerationClient, memory: InMemory, keep_ms: int
 ) -> None:
     generation = await client.submit(replace(make_request(), keep_ms=keep_ms))

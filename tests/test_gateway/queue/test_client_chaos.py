@@ -171,7 +171,7 @@ async def system(tmp_path: Path) -> AsyncIterator[ChaosSystem]:
     ],
     ids="-".join,
 )
-async def test_every_stream_completes_whole(
+async def test_every_stream_is_complete(
     system: ChaosSystem, tmp_path: Path, faults: tuple[str, ...]
 ) -> None:
     requests = [

@@ -141,7 +141,7 @@ async def test_a_disconnect_cancels(gateway: Gateway, stream: bool, abruptly: bo
     )
 
 
-async def test_errors_tell_the_request_by_which_logs_have_it(gateway: Gateway) -> None:
+async def test_errors_contain_the_request_id_of_the_logs(gateway: Gateway) -> None:
     gateway.engine.failure = failed(FailureCode.INTERNAL)
     gateway.engine.script = lambda request: []
     body = {"max_tokens": 5, "messages": [{"role": "user", "content": "Hi"}]}

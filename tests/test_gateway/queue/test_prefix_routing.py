@@ -16,7 +16,7 @@ def placer_of(memory: InMemory) -> PrefixRouter:
     return PrefixRouter(directory, prefix_tokens=4, load_factor=1.25, steal_after=3600.0)
 
 
-async def test_prompts_that_begin_alike_are_taken_by_one_engine() -> None:
+async def test_prompts_with_the_same_beginning_are_taken_by_one_engine() -> None:
     memory = InMemory()
     engines = [memory.engine(name) for name in ENGINES]
     for engine in engines:

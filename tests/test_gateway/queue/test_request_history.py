@@ -84,7 +84,7 @@ async def read(generation: Generation, count: int) -> None:
             found += len((await anext(generation)).token_ids)
 
 
-async def test_a_request_from_its_acceptance_to_its_end(
+async def test_a_request_has_a_timeline_from_its_acceptance_to_its_end(
     memory: InMemory, history: RequestHistory, client: GenerationClient
 ) -> None:
     request = make_request()

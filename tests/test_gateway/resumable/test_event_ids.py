@@ -269,7 +269,7 @@ def test_a_different_answer_is_not_continued(model: ServedModel) -> None:
         stream(other, model, deltas, position(whole[-2]))
 
 
-def test_equal_choices_do_not_hide_each_other(model: ServedModel) -> None:
+def test_equal_choices_are_kept_separate(model: ServedModel) -> None:
     case, other = Case(texts=("abc", "abc")), Case(texts=("abd", "abd"))
     whole = stream(case, model, interleaved(outputs(case, model.tokenizer), ()), START)
 

@@ -235,7 +235,7 @@ async def test_the_stored_bytes_of_a_tenant_are_limited(
 
 
 @in_memory
-async def test_nothing_is_kept_of_a_request_that_the_queue_refuses(
+async def test_a_request_that_the_queue_refuses_leaves_no_stored_data(
     group: GatewayGroup, max_bytes: int
 ) -> None:
     group.limits = QueueLimits(max_requests=0)

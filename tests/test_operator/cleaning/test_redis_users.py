@@ -219,7 +219,7 @@ async def test_a_user_is_removed_after_its_model_service_and_engines(
     assert await over.client.command("HKEYS", "mg:{m}") == [b""]
 
 
-async def test_the_oldest_of_two_with_one_name_has_the_user(
+async def test_of_two_services_with_one_name_the_older_has_the_user(
     user: User, users: RedisUsers, over: OverRedis
 ) -> None:
     for name, at in (("a", "2026-01-02T00:00:00Z"), ("b", "2026-01-01T00:00:00Z")):

@@ -28,7 +28,7 @@ def names_of(pods: list[EnginePod]) -> list[str]:
     return [pod.name for pod in pods]
 
 
-def test_least_work_goes_first() -> None:
+def test_the_engine_with_the_least_work_goes_first() -> None:
     pods = [pod("a", running=5), pod("b", running=1), pod("c", running=3)]
     assert names_of(choose(pods, 2)) == ["b", "c"]
 
@@ -38,12 +38,12 @@ def test_an_engine_that_is_not_ready_goes_before_any_other() -> None:
     assert names_of(choose(pods, 1)) == ["starting"]
 
 
-def test_of_equal_work_the_least_valuable_cache_goes() -> None:
+def test_with_equal_work_the_engine_with_the_least_valuable_cache_goes() -> None:
     pods = [pod("warm", cached=900), pod("cold", cached=10)]
     assert names_of(choose(pods, 1)) == ["cold"]
 
 
-def test_of_equals_the_youngest_goes() -> None:
+def test_of_equal_engines_the_youngest_goes() -> None:
     pods = [pod("old", created="2026-01-01T00:00:00Z"), pod("new", created="2026-02-01T00:00:00Z")]
     assert names_of(choose(pods, 1)) == ["new"]
 

@@ -316,7 +316,7 @@ def test_a_model_that_is_not_registered_gets_one_engine(seen: ScalingObservation
     assert decision.limited is None
 
 
-def test_an_unknown_model_with_a_backlog_scales_as_any() -> None:
+def test_an_unknown_model_with_a_backlog_scales_like_any_other() -> None:
     decision = first(unknown(1, waiting=230), FROM_ZERO)
 
     assert decision.replicas > 1
@@ -359,7 +359,7 @@ def test_an_invalid_history_is_refused() -> None:
         History.from_json("[1]")
 
 
-def test_a_backlog_before_full_engines_is_seen_at_the_first_look() -> None:
+def test_a_backlog_before_full_engines_is_seen_at_the_first_check() -> None:
     """The engines' earlier load must not hide that they are full: once it did so for 33 s."""
     policy = replace(POLICY, utilization=0.7, max_replicas=3, engine_requests_per_second=None)
     idle = EngineSignals(running=1, capacity=8, requests_per_second=0.4, tokens_per_second=20.0)
@@ -374,6 +374,6 @@ def test_a_backlog_before_full_engines_is_seen_at_the_first_look() -> None:
     assert (decision.replicas, decision.reason) == (3, Reason.RUNNING)
 
 
-def test_a_backlog_that_the_engines_work_off_is_not_called_steady() -> None:
+def test_a_shrinking_backlog_is_not_called_steady() -> None:
     decision = first(see(4, share=0.4, waiting=3, oldest_age=1.0))
     assert (decision.replicas, decision.reason) == (4, Reason.CATCHING_UP)

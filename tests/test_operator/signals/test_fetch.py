@@ -103,7 +103,7 @@ async def test_a_page_that_breaks_off_is_not_read_in_part() -> None:
 
     listener = await asyncio.start_server(cut, "127.0.0.1", 0)
     async with listener:
-        with pytest.raises(SignalsUnavailable, match="no HTTP, or broke off"):
+        with pytest.raises(SignalsUnavailable, match="not HTTP, or broke off"):
             await scraped(listener.sockets[0].getsockname()[1])
 
 

@@ -141,7 +141,7 @@ async def test_engines_are_summed(pods: Pods) -> None:
     assert found.cached_blocks == {"e1": 77, "e2": 77}
 
 
-async def test_the_capacity_is_the_one_of_the_settings(pods: Pods) -> None:
+async def test_the_capacity_comes_from_the_settings(pods: Pods) -> None:
     pods.pages = {"g1": gateway_page(0), "e1": engine_page(1)}
     own = service(engine={"settings": {"maxNumSeqs": 8}})
     found = await source(pods, "g1").read(own, [pods.address("e1")])
@@ -149,7 +149,7 @@ async def test_the_capacity_is_the_one_of_the_settings(pods: Pods) -> None:
     assert found.engines.capacity == 8
 
 
-async def test_the_capacity_is_the_one_that_engines_report(pods: Pods) -> None:
+async def test_the_capacity_comes_from_the_engines_reports(pods: Pods) -> None:
     page = f"# TYPE headrace_engine_capacity gauge\nheadrace_engine_capacity{{{MODEL}}} 16\n"
     pods.pages = {"g1": gateway_page(0), "e1": engine_page(1), "e2": engine_page(1, capacity=page)}
     engines = [pods.address("e1"), pods.address("e2")]
@@ -230,7 +230,7 @@ def test_pages_are_parsed_by_sample_name() -> None:
     ]
 
 
-def test_values_that_are_no_numbers_count_as_absent() -> None:
+def test_values_that_are_not_numbers_count_as_absent() -> None:
     page = gateway_page(1).replace("1.5", "+Inf")
     assert "headrace_queue_oldest_age_seconds" not in parse(page, "qwen")
     assert value_of(_answer("+Inf")) is None
@@ -294,7 +294,7 @@ async def test_an_absent_prometheus_is_reported() -> None:
     "answer",
     [b'{"data": {"result": [{}]}}', b"[]", b"secret", b"[" * 100_000, _answer("one"), b"\xff"],
 )
-def test_an_answer_of_another_form_is_refused_without_quoting_it(answer: bytes) -> None:
+def test_an_answer_in_another_format_is_refused_without_quoting_it(answer: bytes) -> None:
     with pytest.raises(SignalsUnavailable) as refusal:
         value_of(answer)
     assert str(refusal.value) == "the answer is not one to a query"

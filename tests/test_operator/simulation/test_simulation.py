@@ -170,7 +170,7 @@ def test_hpa_scales_down_after_five_minutes() -> None:
     assert counts[-1] == 1
 
 
-def test_the_made_up_day_is_the_same_for_the_same_seed() -> None:
+def test_the_synthetic_day_is_the_same_for_the_same_seed() -> None:
     load = Diurnal(seconds=7200, seed=3)
     one, two, other = diurnal(load), diurnal(load), diurnal(replace(load, seed=4))
 
@@ -180,7 +180,7 @@ def test_the_made_up_day_is_the_same_for_the_same_seed() -> None:
     assert one.outputs.max() <= load.longest
 
 
-def test_the_goal_holds_on_the_made_up_day() -> None:
+def test_the_objective_holds_on_the_synthetic_day() -> None:
     """The objective: within a point of a fleet that is always sized for the peak, in 60 % of its
     engine hours; HPA is worse in both. A whole day with its rhythm and bursts, at five eighths of
     the load to save time."""

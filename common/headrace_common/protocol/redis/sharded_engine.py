@@ -278,7 +278,7 @@ class ShardedEngineQueue:
 async def _start(shard: ShardQueue) -> None:
     """Starts a shard.
 
-    If that fails, the shard is usable nevertheless; it may wake the engine once in vain.
+    If that fails, the shard is usable nevertheless; it may wake the engine once without a request.
     """
     try:
         await shard.start()

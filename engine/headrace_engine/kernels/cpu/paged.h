@@ -1,4 +1,4 @@
-// Paged attention over a ragged batch: decode rows and prefill chunks alike.
+// Paged attention over a ragged batch of decode rows and prefill chunks.
 //
 // The rows of a sequence and KV head are its (token, grouped query head) pairs, token first. A
 // work item is up to kMaxRows of them over a range of keys; free threads take items. Keys are

@@ -1,8 +1,8 @@
 """An RMS norm fused into two products: the first adds to the residual, multiplies by the norm's
 weights and sums squares; the second divides its sums by the root mean square.
 
-The products' kernels call this. Inputs of the last part are loaded before the products' loops, so
-that nothing waits for them.
+The products' kernels call this. The data that they need after a product's
+loop is loaded before it, so that nothing waits for it.
 """
 
 import triton.language as tl

@@ -199,7 +199,8 @@ class FusedWeights:
         )
 
     def _floats(self, names: tuple[str, ...]) -> MXFP4Weight | None:
-        """4-bit floats; None for float32, as for them the kernels round activations to 8 bits."""
+        """Weights in 4-bit floats. None in float32, because the kernels for these weights round
+        activations to 8 bits."""
         narrow = self._reader.dtype is torch.bfloat16
         return self._reader.mxfp4(_weights(names)) if narrow else None
 
@@ -254,7 +255,8 @@ def _weights(names: tuple[str, ...]) -> tuple[str, ...]:
 
 
 def _embedding_scale(config: ModelConfig, embedding: torch.Tensor) -> float:
-    """Rounded to the weights' dtype if the model was trained so."""
+    """The factor of embeddings, rounded to the weights' dtype if the model was trained with
+    that."""
     scale = config.embedding_scale or 1.0
     return float(embedding.new_tensor(scale)) if config.rounds_embedding_scale else scale
 

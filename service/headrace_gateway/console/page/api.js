@@ -3,7 +3,7 @@
 
 const KEY = "headrace-api-key";
 
-/** An answer that is no success. `code` is the API's error code. */
+/** An answer that is not a success. `code` is the API's error code. */
 export class ApiError extends Error {
   constructor(status, message, code = null, retryAfter = null) {
     super(message);

@@ -18,18 +18,18 @@ export function changes(before, now) {
 
 function engineChanges(before, now) {
   const old = new Map(before.engines.map((engine) => [engine.id, engine]));
-  const said = [];
+  const events = [];
   for (const engine of now.engines) {
     const was = old.get(engine.id);
     old.delete(engine.id);
     const name = engineName(engine);
-    if (!was) said.push(`${name} has joined for ${engine.model}.`);
-    else if (was.state !== engine.state) said.push(`${name} ${STATES[engine.state] ?? engine.state}.`);
+    if (!was) events.push(`${name} has joined for ${engine.model}.`);
+    else if (was.state !== engine.state) events.push(`${name} ${STATES[engine.state] ?? engine.state}.`);
     const preempted = (engine.preemptions ?? 0) - (was?.preemptions ?? engine.preemptions ?? 0);
-    if (preempted > 0) said.push(`${name} preempted ${plural(preempted, "sequence")}: its KV blocks were full.`);
+    if (preempted > 0) events.push(`${name} preempted ${plural(preempted, "sequence")}: its KV blocks were full.`);
   }
-  for (const engine of old.values()) said.push(`${engineName(engine)} is gone.`);
-  return said;
+  for (const engine of old.values()) events.push(`${engineName(engine)} is gone.`);
+  return events;
 }
 
 /** Engines by the requests that they run; an engine that is silent runs none. */

@@ -380,10 +380,10 @@ class Whereabouts {
   }
 }
 
-async function copy(text, said) {
+async function copy(text, message) {
   try {
     await navigator.clipboard.writeText(text);
-    notify(said);
+    notify(message);
     return true;
   } catch {
     return false; // browsers have a clipboard only for pages from https or this machine

@@ -82,7 +82,7 @@ async def _unable(services: Services, names: Sequence[str]) -> str | None:
     """Returns why no model can be served; None if one can."""
     reasons: list[str] = []
     for model in names:
-        reason = await services.engines.able(model, services.settings.max_step_age)
+        reason = await services.engines.why_unable(model, services.settings.max_step_age)
         if reason is None:
             return None
         reasons.append(reason)

@@ -65,7 +65,7 @@ class HarmonyParser:
         return self._parts.take()
 
     def _show_as_text(self) -> None:
-        """Passes on a text that turned out to be no header."""
+        """Passes on a text that is not a header after all."""
         raw, self._incomplete_header = self._incomplete_header, ""
         if raw.strip() and not any(
             opening in raw for opening in (*_NEXT_OPENINGS, MESSAGE, CONSTRAIN)

@@ -25,7 +25,7 @@ from .scene import Fault, run
 from .world import SHARDS, ProxiedServer, WholeCluster, World
 
 PROGRAM = "python -m tests.test_chaos"
-EVIL = "headrace_testing.chaos.evil"
+FAULTY_PROCESSES = "headrace_testing.chaos.faulty_processes"
 _LAST_SEED = 999_999  # that is drawn
 _SERVERS: Mapping[str, Callable[[Path], RedisServers]] = {
     "valkey": ValkeyServer,
@@ -140,7 +140,7 @@ def main(arguments: Sequence[str]) -> int:
     folder = Path(tempfile.mkdtemp(prefix="headrace-chaos-"))
     logging.basicConfig(filename=folder / "faults.log")
     failed = 0
-    with worlds(make_workload(folder), folder, Forge(EVIL).start) as made:
+    with worlds(make_workload(folder), folder, Forge(FAULTY_PROCESSES).start) as made:
         for seed, name in _plan(options, chosen):
             shards = options.shards or drawn_shards(seed)
             begun = time.monotonic()

@@ -1,6 +1,6 @@
 #!lua flags=allow-oom
--- GIVEBACK: makes a started request claimable at once. By its engine when that drains (no failure),
--- or by its gateway when the engine went silent (its work counts as a failure, and it may still beat).
+-- GIVEBACK: makes a started request claimable at once. Its engine calls it when it drains (not a
+-- failure); its gateway calls it when the engine went silent (a failure; the engine may still beat).
 -- KEYS  1 record, 2 wake-ups, 3 queue hi, 4 queue n, 5 queue lo
 -- ARGV  1 request id, 2 engine id, 3 attempt ("" any), 4 the engine itself gives it (0/1)
 -- Result  1, or 0 where the engine does not own the request
