@@ -11,8 +11,8 @@ from ..core.recurrent_state import StateBatch
 from ..kernels.cpu.executor import Executor, pointer
 from ..kernels.cpu.library import DTYPES
 from ..kernels.cpu.structs import Convolution as ConvolutionStruct
-from ..kernels.cpu.structs import Delta, States
-from .recurrent import Convolution, DeltaWeights, TorchGatedDelta
+from ..kernels.cpu.structs import Delta, Mamba2, States
+from .recurrent import Convolution, DeltaWeights, Mamba2Weights, TorchGatedDelta, TorchStateSpace
 from .state_memory import StateMemory
 
 # Limits of the kernels: positions of a convolution, tensors of a layer's cache.
@@ -28,6 +28,9 @@ class NativeRecurrences:
     def gated_delta(self, weights: DeltaWeights) -> "NativeGatedDelta":
         return NativeGatedDelta(weights, self._executor, self._steps)
 
+    def state_space(self, weights: Mamba2Weights) -> "NativeStateSpace":
+        return NativeStateSpace(weights, self._executor, self._steps)
+
 
 class NativeGatedDelta:
     """A gated delta net between its products, natively."""
@@ -35,7 +38,8 @@ class NativeGatedDelta:
     def __init__(self, weights: DeltaWeights, executor: Executor, steps: "_Steps") -> None:
         self._executor, self._steps = executor, steps
         self._torch, self._convolution = TorchGatedDelta(weights), _Taps(weights.convolution)
-        self._vectors = (-weights.a_log.exp(), weights.dt_bias.float(), weights.norm.float())
+        vectors = (-weights.a_log.exp(), weights.dt_bias, weights.norm)
+        self._vectors = tuple(vector.float().contiguous() for vector in vectors)
         self._struct: Delta | None = None
 
     def __call__(
@@ -68,6 +72,52 @@ class NativeGatedDelta:
                 value_heads=shape.value_heads,
                 key_dim=shape.key_dim,
                 value_dim=shape.value_dim,
+                epsilon=weights.eps,
+            )
+        return self._struct
+
+
+class NativeStateSpace:
+    """A Mamba-2 layer between its products, natively."""
+
+    def __init__(self, weights: Mamba2Weights, executor: Executor, steps: "_Steps") -> None:
+        self._executor, self._steps = executor, steps
+        self._torch, self._convolution = TorchStateSpace(weights), _Taps(weights.convolution)
+        self._norm = None if weights.norm is None else weights.norm.float()
+        vectors = (-weights.a_log.exp(), weights.dt_bias, weights.skip)
+        self._vectors = tuple(vector.float().contiguous() for vector in vectors)
+        self._struct: Mamba2 | None = None
+
+    def __call__(
+        self,
+        mixed: torch.Tensor,
+        gate: torch.Tensor,
+        steps: torch.Tensor,
+        layer: int,
+        memory: StateMemory,
+    ) -> torch.Tensor:
+        states = self._steps.states(mixed, layer, memory)
+        if states is None or self._convolution.size > LONGEST:
+            return self._torch(mixed, gate, steps, layer, memory)
+        output = mixed.new_empty(len(mixed), self._torch.weights.shape.width)
+        self._executor.state_space(self._described(), states, output, (mixed, gate, steps))
+        return output
+
+    def _described(self) -> Mamba2:
+        if self._struct is None:
+            weights = self._torch.weights
+            shape, (rates, dt_bias, skip) = weights.shape, self._vectors
+            self._struct = Mamba2(
+                convolution=self._convolution.describe(),
+                rates=rates.data_ptr(),
+                dt_bias=dt_bias.data_ptr(),
+                skip=skip.data_ptr(),
+                norm=pointer(self._norm),
+                heads=shape.heads,
+                head_dim=shape.head_dim,
+                groups=shape.groups,
+                state_size=shape.state_size,
+                norm_first=weights.norm_first,
                 epsilon=weights.eps,
             )
         return self._struct

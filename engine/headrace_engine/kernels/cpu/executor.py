@@ -5,7 +5,7 @@ Knows nothing of checkpoints or models; must not be used by two threads at once.
 
 import ctypes
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol
 
@@ -14,7 +14,7 @@ import torch
 
 from .arena import Arena
 from .library import Kernels
-from .structs import Decoder, Delta, Linear, Rows, States, Step
+from .structs import Decoder, Delta, Linear, Mamba2, Rows, States, Step
 
 # Inputs that share a scale when activations are quantised; groups of weights are multiples of it.
 GROUP = 64
@@ -95,17 +95,33 @@ class Executor:
         self, delta: Delta, states: States, output: torch.Tensor, rows: Sequence[torch.Tensor]
     ) -> None:
         """Computes output [T, Hv * V] from the rows [T, ...] mixed, gate, beta and decay."""
+        self._recur(self._kernels.gated_delta, delta, states, output, rows)
+
+    def state_space(
+        self, mamba: Mamba2, states: States, output: torch.Tensor, rows: Sequence[torch.Tensor]
+    ) -> None:
+        """Computes output [T, H * P] from the rows [T, ...] mixed, gate and steps."""
+        self._recur(self._kernels.state_space, mamba, states, output, rows)
+
+    def _recur(
+        self,
+        kernel: Callable[..., int],
+        layer: ctypes.Structure,
+        states: States,
+        output: torch.Tensor,
+        rows: Sequence[torch.Tensor],
+    ) -> None:
         dense = [row if row.stride(1) == 1 else row.contiguous() for row in rows]
         described = [Rows(data=row.data_ptr(), stride=row.stride(0)) for row in dense]
-        if self._kernels.gated_delta(
+        if kernel(
             self._handle,
-            ctypes.addressof(delta),
+            ctypes.addressof(layer),
             ctypes.addressof(states),
             output.data_ptr(),
             *map(ctypes.addressof, described),
             output.dtype is torch.bfloat16,
         ):
-            raise MemoryError("no memory for a gated delta net")
+            raise MemoryError("no memory for a recurrent layer")
 
     def linear(self, layer: PackedLinear, x: torch.Tensor) -> torch.Tensor:
         """Computes one layer alone: x [N, in], dense, to float32 [N, out]."""

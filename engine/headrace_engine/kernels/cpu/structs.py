@@ -192,3 +192,21 @@ class Delta(ctypes.Structure):
         ("value_dim", _INT),
         ("epsilon", _FLOAT),
     ]
+
+
+class Mamba2(ctypes.Structure):
+    """`headrace_mamba2` of recurrence.h."""
+
+    _fields_ = [
+        ("convolution", Convolution),
+        ("rates", _POINTER),
+        ("dt_bias", _POINTER),
+        ("skip", _POINTER),
+        ("norm", _POINTER),
+        ("heads", _INT),
+        ("head_dim", _INT),
+        ("groups", _INT),
+        ("state_size", _INT),
+        ("norm_first", _INT),
+        ("epsilon", _FLOAT),
+    ]

@@ -10,7 +10,6 @@ from typing import Protocol
 import torch
 
 from ...core.attention_backend import AttentionBackend, LayerCache, LayerParams
-from ...core.recurrent_state import StateTensor
 from ...layers.feed_forward import FeedForward
 from ...layers.layers import Linear
 from ...lora.batch import LayerLoRA
@@ -115,11 +114,6 @@ class AttentionLayer:
         cache = step.caches[self.index]
         attended = self.attention.forward(q, k, v, cache, metadata, self.params).flatten(1)
         return self.output(attended if gate is None else attended * torch.sigmoid(gate))
-
-
-def conv_state(channels: int, size: int, dtype: torch.dtype) -> StateTensor:
-    """The inputs of a convolution that the next token needs."""
-    return StateTensor((channels, size - 1), dtype)
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,10 +5,10 @@ from ...checkpoints.config import ExpertsConfig
 from ...checkpoints.fields import Fields
 from ...layers.feed_forward import FeedForward, SparseMoe
 from ...operators.base import QKNorm
-from ...operators.recurrent import Convolution
+from ...operators.recurrent import Convolution, conv_state
 from .decoder import HybridWeights, ResidualPart
 from .family import Family, MatrixNames, Parts, layer_types
-from .layers import AttentionLayer, FeedForwardLayer, ShortConvLayer, conv_state
+from .layers import AttentionLayer, FeedForwardLayer, ShortConvLayer
 from .tensors import Tensors
 
 LFM2 = Architecture(

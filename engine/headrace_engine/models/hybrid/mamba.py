@@ -9,8 +9,8 @@ from ...core.recurrent_state import StateTensor
 from ...layers.layers import Linear
 from ...operators.base import Ops
 from ...operators.recurrences import selective_scan
-from ...operators.recurrent import Convolution, scan
-from .layers import HybridStep, conv_state
+from ...operators.recurrent import Convolution, conv_state, scan
+from .layers import HybridStep
 from .tensors import Tensors
 
 
