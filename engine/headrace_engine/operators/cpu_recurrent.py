@@ -6,17 +6,30 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
+from torch.nn.functional import pad
 
 from ..core.recurrent_state import StateBatch
 from ..kernels.cpu.executor import Executor, pointer
 from ..kernels.cpu.library import DTYPES
 from ..kernels.cpu.structs import Convolution as ConvolutionStruct
-from ..kernels.cpu.structs import Delta, Mamba2, States
-from .recurrent import Convolution, DeltaWeights, Mamba2Weights, TorchGatedDelta, TorchStateSpace
+from ..kernels.cpu.structs import Delta, Mamba, Mamba2, States
+from .recurrent import (
+    Convolution,
+    DeltaWeights,
+    Mamba2Weights,
+    MambaWeights,
+    Selection,
+    TorchGatedDelta,
+    TorchSelectiveScan,
+    TorchShortConvolution,
+    TorchStateSpace,
+)
 from .state_memory import StateMemory
 
 # Limits of the kernels: positions of a convolution, tensors of a layer's cache.
 LONGEST, PAGES = 16, 2
+# The widest vector, to which rows of Mamba's rates are padded.
+LANES = 16
 
 
 class NativeRecurrences:
@@ -30,6 +43,12 @@ class NativeRecurrences:
 
     def state_space(self, weights: Mamba2Weights) -> "NativeStateSpace":
         return NativeStateSpace(weights, self._executor, self._steps)
+
+    def selective_scan(self, weights: MambaWeights) -> "NativeSelectiveScan":
+        return NativeSelectiveScan(weights, self._executor, self._steps)
+
+    def short_convolution(self, convolution: Convolution) -> "NativeShortConvolution":
+        return NativeShortConvolution(convolution, self._executor, self._steps)
 
 
 class NativeGatedDelta:
@@ -121,6 +140,66 @@ class NativeStateSpace:
                 epsilon=weights.eps,
             )
         return self._struct
+
+
+class NativeSelectiveScan:
+    """A Mamba layer between its outer products, natively, in two calls."""
+
+    def __init__(self, weights: MambaWeights, executor: Executor, steps: "_Steps") -> None:
+        self._executor, self._steps = executor, steps
+        self._torch, self._convolution = TorchSelectiveScan(weights), _Taps(weights.convolution)
+        padding = -weights.a_log.shape[1] % LANES
+        self._rates = pad(-weights.a_log.float().exp(), (0, padding)).contiguous()
+        self._skip = weights.skip.float().contiguous()
+
+    def __call__(
+        self,
+        mixed: torch.Tensor,
+        gate: torch.Tensor,
+        select: Selection,
+        layer: int,
+        memory: StateMemory,
+    ) -> torch.Tensor:
+        states = self._steps.states(mixed, layer, memory)
+        if states is None or self._convolution.size > LONGEST:
+            return self._torch(mixed, gate, select, layer, memory)
+        values, output = mixed.new_empty(mixed.shape), mixed.new_empty(mixed.shape)
+        taps = self._convolution.describe()
+        self._executor.convolve(taps, states, values, (mixed,), silu=True)
+        steps, b, c = select(values)
+        channels, stride = self._rates.shape
+        struct = Mamba(
+            rates=self._rates.data_ptr(),
+            skip=self._skip.data_ptr(),
+            channels=channels,
+            state_size=self._torch.weights.a_log.shape[1],
+            stride=stride,
+        )
+        self._executor.selective_scan(struct, states, output, (values, steps, gate, b, c))
+        return output
+
+
+class NativeShortConvolution:
+    """A convolution between two gates, natively."""
+
+    def __init__(self, convolution: Convolution, executor: Executor, steps: "_Steps") -> None:
+        self._executor, self._steps = executor, steps
+        self._torch, self._convolution = TorchShortConvolution(convolution), _Taps(convolution)
+
+    def __call__(
+        self,
+        x: torch.Tensor,
+        before: torch.Tensor,
+        after: torch.Tensor,
+        layer: int,
+        memory: StateMemory,
+    ) -> torch.Tensor:
+        states = self._steps.states(x, layer, memory)
+        if states is None or self._convolution.size > LONGEST:
+            return self._torch(x, before, after, layer, memory)
+        output = x.new_empty(x.shape)
+        self._executor.convolve(self._convolution.describe(), states, output, (x, before, after))
+        return output
 
 
 class _Taps:

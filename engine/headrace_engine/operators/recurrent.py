@@ -13,7 +13,7 @@ import torch
 from torch.nn import functional as F
 
 from ..core.recurrent_state import StateTensor
-from .recurrences import causal_conv, gated_delta_rule, state_space
+from .recurrences import causal_conv, gated_delta_rule, selective_scan, state_space
 from .state_memory import StateMemory
 
 
@@ -153,12 +153,59 @@ class StateSpace(Protocol):
         """
 
 
+# Maps values [n, C] to the inputs of time steps [n, C], B and C, both [n, N].
+Selection = Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor, torch.Tensor]]
+
+
+@dataclass(frozen=True, slots=True)
+class MambaWeights:
+    """A Mamba layer without its products. `a_log` [C, N] and `skip` [C] are float32."""
+
+    convolution: Convolution
+    a_log: torch.Tensor
+    skip: torch.Tensor
+
+
+class SelectiveScan(Protocol):
+    """A Mamba layer between its outer products."""
+
+    def __call__(
+        self,
+        mixed: torch.Tensor,
+        gate: torch.Tensor,
+        select: Selection,
+        layer: int,
+        memory: StateMemory,
+    ) -> torch.Tensor:
+        """Advances the states of recurrent layer `layer`, and returns [T, C]. `mixed` and `gate`
+        are [T, C]; `select` gets the values that the convolution makes of `mixed`."""
+
+
+class ShortConvolution(Protocol):
+    """A convolution between two gates."""
+
+    def __call__(
+        self,
+        x: torch.Tensor,
+        before: torch.Tensor,
+        after: torch.Tensor,
+        layer: int,
+        memory: StateMemory,
+    ) -> torch.Tensor:
+        """Advances the states of recurrent layer `layer`, and returns [T, C]. All rows are
+        [T, C]."""
+
+
 class Recurrences(Protocol):
     """Makes the recurrent part of a layer from its weights, once."""
 
     def gated_delta(self, weights: DeltaWeights) -> GatedDelta: ...
 
     def state_space(self, weights: Mamba2Weights) -> StateSpace: ...
+
+    def selective_scan(self, weights: MambaWeights) -> SelectiveScan: ...
+
+    def short_convolution(self, convolution: Convolution) -> ShortConvolution: ...
 
 
 @runtime_checkable
@@ -182,6 +229,12 @@ class TorchRecurrences:
 
     def state_space(self, weights: Mamba2Weights) -> "TorchStateSpace":
         return TorchStateSpace(weights)
+
+    def selective_scan(self, weights: MambaWeights) -> "TorchSelectiveScan":
+        return TorchSelectiveScan(weights)
+
+    def short_convolution(self, convolution: Convolution) -> "TorchShortConvolution":
+        return TorchShortConvolution(convolution)
 
 
 # Maps one run's rows, and the state before it, to its outputs and the state after it.
@@ -321,3 +374,63 @@ class TorchStateSpace:
             state[1],
         )
         return outputs.flatten(1), (window, matrix)
+
+
+@dataclass(frozen=True, slots=True)
+class TorchSelectiveScan:
+    """A Mamba layer, in torch."""
+
+    weights: MambaWeights
+
+    def __call__(
+        self,
+        mixed: torch.Tensor,
+        gate: torch.Tensor,
+        select: Selection,
+        layer: int,
+        memory: StateMemory,
+    ) -> torch.Tensor:
+        weights = self.weights
+
+        def advance(
+            rows: tuple[torch.Tensor, ...], state: tuple[torch.Tensor, ...]
+        ) -> tuple[torch.Tensor, tuple[torch.Tensor, ...]]:
+            convolved, window = weights.convolution(rows[0], state[0])
+            values = F.silu(convolved)
+            steps, b, c = select(values)
+            outputs, matrix = selective_scan(
+                values.float(),
+                F.softplus(steps.float()),
+                -weights.a_log.exp(),
+                b.float(),
+                c.float(),
+                weights.skip,
+                state[1],
+            )
+            return outputs, (window, matrix)
+
+        found = scan(layer, memory, (mixed,), advance)
+        return (found * F.silu(gate.float())).to(mixed.dtype)
+
+
+@dataclass(frozen=True, slots=True)
+class TorchShortConvolution:
+    """A convolution between two gates, in torch."""
+
+    convolution: Convolution
+
+    def __call__(
+        self,
+        x: torch.Tensor,
+        before: torch.Tensor,
+        after: torch.Tensor,
+        layer: int,
+        memory: StateMemory,
+    ) -> torch.Tensor:
+        return after * scan(layer, memory, (before * x,), self._advance)
+
+    def _advance(
+        self, rows: tuple[torch.Tensor, ...], state: tuple[torch.Tensor, ...]
+    ) -> tuple[torch.Tensor, tuple[torch.Tensor, ...]]:
+        output, window = self.convolution(rows[0], state[0])
+        return output, (window,)

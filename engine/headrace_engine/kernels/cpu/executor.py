@@ -14,7 +14,7 @@ import torch
 
 from .arena import Arena
 from .library import Kernels
-from .structs import Decoder, Delta, Linear, Mamba2, Rows, States, Step
+from .structs import Convolution, Decoder, Delta, Linear, Mamba, Mamba2, Rows, States, Step
 
 # Inputs that share a scale when activations are quantised; groups of weights are multiples of it.
 GROUP = 64
@@ -103,6 +103,36 @@ class Executor:
         """Computes output [T, H * P] from the rows [T, ...] mixed, gate and steps."""
         self._recur(self._kernels.state_space, mamba, states, output, rows)
 
+    def selective_scan(
+        self, mamba: Mamba, states: States, output: torch.Tensor, rows: Sequence[torch.Tensor]
+    ) -> None:
+        """Computes output [T, C] from the rows [T, ...] values, steps, gate, B and C."""
+        self._recur(self._kernels.selective_scan, mamba, states, output, rows)
+
+    def convolve(
+        self,
+        convolution: Convolution,
+        states: States,
+        output: torch.Tensor,
+        rows: Sequence[torch.Tensor],
+        *,
+        silu: bool = False,
+    ) -> None:
+        """Computes output [T, C] from the rows [T, C] x, or x and the gates before and after it."""
+        _dense, described = _describe(rows)
+        gates = [ctypes.addressof(gate) for gate in described[1:]] or (None, None)
+        if self._kernels.convolve(
+            self._handle,
+            ctypes.addressof(convolution),
+            ctypes.addressof(states),
+            output.data_ptr(),
+            ctypes.addressof(described[0]),
+            *gates,
+            silu,
+            output.dtype is torch.bfloat16,
+        ):
+            raise MemoryError("no memory for a convolution")
+
     def _recur(
         self,
         kernel: Callable[..., int],
@@ -111,8 +141,7 @@ class Executor:
         output: torch.Tensor,
         rows: Sequence[torch.Tensor],
     ) -> None:
-        dense = [row if row.stride(1) == 1 else row.contiguous() for row in rows]
-        described = [Rows(data=row.data_ptr(), stride=row.stride(0)) for row in dense]
+        _dense, described = _describe(rows)
         if kernel(
             self._handle,
             ctypes.addressof(layer),
@@ -238,6 +267,12 @@ class Executor:
 
 def pointer(tensor: torch.Tensor | None) -> int | None:
     return None if tensor is None else tensor.data_ptr()
+
+
+def _describe(rows: Sequence[torch.Tensor]) -> tuple[list[torch.Tensor], list[Rows]]:
+    """Rows whose elements are adjacent, and structures that point into them."""
+    dense = [row if row.stride(1) == 1 else row.contiguous() for row in rows]
+    return dense, [Rows(data=row.data_ptr(), stride=row.stride(0)) for row in dense]
 
 
 def row_addresses(matrix: torch.Tensor) -> np.ndarray:

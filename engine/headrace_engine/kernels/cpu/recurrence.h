@@ -92,3 +92,32 @@ HEADRACE_EXPORT int headrace_state_space(headrace_executor* executor, const head
                                          const headrace_states* states, void* output,
                                          const headrace_rows* mixed, const headrace_rows* gate,
                                          const headrace_rows* steps, int64_t is_bfloat16);
+
+// Writes output [tokens][channels], dense: a convolution of x, or with gates of before * x, times
+// the gate after; with `silu`, silu of it. `before` and `after` are null together.
+HEADRACE_EXPORT int headrace_convolve(headrace_executor* executor,
+                                      const headrace_convolution* convolution,
+                                      const headrace_states* states, void* output,
+                                      const headrace_rows* x, const headrace_rows* before,
+                                      const headrace_rows* after, int64_t silu,
+                                      int64_t is_bfloat16);
+
+// The selective scan of a Mamba layer: rates [channels][stride], whose rows are padded with zeros
+// to a multiple of 16 elements; skip [channels]. Its state is the second tensor, float32
+// [channels][state_size].
+struct headrace_mamba {
+  const float* rates;
+  const float* skip;
+  int64_t channels;
+  int64_t state_size;
+  int64_t stride;
+};
+
+// Writes output [tokens][channels], dense, from the rows values, steps and gate (channels), and b
+// and c (state_size), like headrace_gated_delta.
+HEADRACE_EXPORT int headrace_selective_scan(headrace_executor* executor,
+                                            const headrace_mamba* mamba,
+                                            const headrace_states* states, void* output,
+                                            const headrace_rows* values, const headrace_rows* steps,
+                                            const headrace_rows* gate, const headrace_rows* b,
+                                            const headrace_rows* c, int64_t is_bfloat16);

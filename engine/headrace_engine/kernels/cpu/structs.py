@@ -210,3 +210,15 @@ class Mamba2(ctypes.Structure):
         ("norm_first", _INT),
         ("epsilon", _FLOAT),
     ]
+
+
+class Mamba(ctypes.Structure):
+    """`headrace_mamba` of recurrence.h."""
+
+    _fields_ = [
+        ("rates", _POINTER),
+        ("skip", _POINTER),
+        ("channels", _INT),
+        ("state_size", _INT),
+        ("stride", _INT),
+    ]

@@ -14,7 +14,7 @@ from ...layers.feed_forward import FeedForward
 from ...layers.layers import Linear
 from ...lora.batch import LayerLoRA
 from ...operators.base import HeadShape, Ops, QKNorm
-from ...operators.recurrent import Convolution, GatedDelta, scan
+from ...operators.recurrent import GatedDelta, ShortConvolution
 from ...operators.state_memory import StateMemory
 from ..base import ForwardBatch
 
@@ -122,19 +122,12 @@ class ShortConvLayer:
 
     index: int
     input: Linear
-    convolution: Convolution
+    convolution: ShortConvolution
     output: Linear
 
     def __call__(self, x: torch.Tensor, step: HybridStep) -> torch.Tensor:
         before, after, inner = self.input(x).chunk(3, dim=-1)
-        mixed = scan(self.index, step.memory, (before * inner,), self._advance)
-        return self.output(after * mixed)
-
-    def _advance(
-        self, rows: tuple[torch.Tensor, ...], state: tuple[torch.Tensor, ...]
-    ) -> tuple[torch.Tensor, tuple[torch.Tensor, ...]]:
-        output, window = self.convolution(rows[0], state[0])
-        return output, (window,)
+        return self.output(self.convolution(inner, before, after, self.index, step.memory))
 
 
 class DeltaProjections(Protocol):
