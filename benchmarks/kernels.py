@@ -27,14 +27,26 @@ from torch.nn import functional as F
 
 from headrace_engine.attention.cpu import CpuBackend
 from headrace_engine.core.attention_backend import AttentionMetadata, KVSpec, LayerParams
+from headrace_engine.core.recurrent_state import StateBatch, StateLayout, StateRun
 from headrace_engine.kernels.cpu import library
 from headrace_engine.kernels.cpu.executor import Executor
 from headrace_engine.layers.fp8_cache import CACHE_DTYPES
 from headrace_engine.operators.base import HeadShape, TorchOps
 from headrace_engine.operators.cpu import NativeOps
+from headrace_engine.operators.recurrent import (
+    Convolution,
+    DeltaShape,
+    DeltaWeights,
+    GatedDelta,
+    TorchRecurrences,
+    conv_state,
+)
+from headrace_engine.operators.state_memory import StateMemory
 
 BLOCK_SIZE = 16
 COPIES = 4  # tensors of each kind that a measurement walks over, so that none stays in a cache
+STATE_BLOCK = 2**15  # bytes of a KV block that holds a piece of a state
+RUNS = (("16 decodes", (1,) * 16), ("prefill, 512", (512,)), ("mixed", (1,) * 12 + (128,) * 4))
 Call = Callable[[], object]
 
 
@@ -230,6 +242,57 @@ def elementwise(rows: int, dtype: torch.dtype, native: NativeOps) -> Iterator[Ke
     yield kernel("argmax", 32_000, len(logits), lambda ops: [ops.argmax(x) for x in logits])
 
 
+def gated_delta(name: str, runs: tuple[int, ...], dtype: torch.dtype, ops: NativeOps) -> Kernel:
+    """A gated delta net of Qwen 3.5's size: sequences with a state, of `runs` new tokens."""
+    shape = DeltaShape(key_heads=16, value_heads=16, key_dim=128, value_dim=128)
+    weights = DeltaWeights(
+        convolution=Convolution(torch.randn(shape.channels, 4).to(dtype), None),
+        a_log=torch.randn(shape.value_heads),
+        dt_bias=torch.randn(shape.value_heads),
+        norm=torch.ones(shape.value_dim, dtype=dtype),
+        eps=1e-6,
+        shape=shape,
+    )
+    tensors = (conv_state(shape.channels, 4, dtype), shape.state)
+    layout = StateLayout(tensors, layers=COPIES, places=1, block_bytes=STATE_BLOCK)
+    blocks = torch.randperm(len(runs) * layout.blocks).view(len(runs), -1)
+    starts = list(itertools.accumulate(runs, initial=0))
+    batch = StateBatch(
+        sources=blocks,
+        fresh=torch.zeros(len(runs), dtype=torch.bool),
+        targets=blocks,
+        runs=tuple(
+            StateRun(row, begin, end, (row,))
+            for row, (begin, end) in enumerate(itertools.pairwise(starts))
+        ),
+    )
+    cache = (torch.zeros(blocks.numel(), STATE_BLOCK, dtype=torch.uint8),)
+    memory = StateMemory(layout, (cache,), batch)
+    mixed = torch.randn(starts[-1], shape.channels).to(dtype)
+    gate = torch.randn(starts[-1], shape.value_heads, shape.value_dim).to(dtype)
+    beta, decay = torch.randn(2, starts[-1], shape.value_heads).to(dtype)
+
+    def of(part: GatedDelta) -> Call:
+        def call() -> None:
+            for layer in range(COPIES):
+                part(mixed, gate, beta, decay, layer, memory)
+
+        return call
+
+    decoding = max(runs) == 1
+    elements = shape.value_heads * shape.key_dim * shape.value_dim
+    # A state is read and written; each token multiplies and adds four times an element.
+    amount = 2 * len(runs) * shape.state.num_bytes if decoding else 8 * starts[-1] * elements
+    return Kernel(
+        f"gated delta: {name}",
+        of(ops.recurrences.gated_delta(weights)),
+        of(TorchRecurrences().gated_delta(weights)),
+        COPIES,
+        amount,
+        "bandwidth" if decoding else "products",
+    )
+
+
 def linear(rows: int, dtype: torch.dtype, executor: Executor, quantize: bool) -> Kernel:
     """Compares layers of 896 x 4864, more than a cache holds, with torch's fastest product."""
     inputs, outputs, count = 896, 4864, 12
@@ -333,6 +396,9 @@ def kernels(options: argparse.Namespace, dtype: torch.dtype) -> Iterator[Kernel]
         if options.only in f"attention: {shape.name}":
             stored = CACHE_DTYPES[options.kv_cache_dtype]
             yield attention(shape, dtype, CpuBackend(loaded), stored)
+    for name, runs in RUNS:
+        if options.only in f"gated delta: {name}":
+            yield gated_delta(name, runs, dtype, NativeOps(loaded))
     executor = NativeOps(loaded).executor
     for rows, quantize in itertools.product((1, 16, 64, 512), (False, True)):
         if options.only in "linear":

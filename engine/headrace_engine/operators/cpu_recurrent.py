@@ -6,17 +6,30 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
+from torch.nn.functional import pad
 
 from ..core.recurrent_state import StateBatch
 from ..kernels.cpu.executor import Executor, pointer
 from ..kernels.cpu.library import DTYPES
 from ..kernels.cpu.structs import Convolution as ConvolutionStruct
-from ..kernels.cpu.structs import Delta, States
-from .recurrent import Convolution, DeltaWeights, TorchGatedDelta
+from ..kernels.cpu.structs import Delta, Mamba, Mamba2, States
+from .recurrent import (
+    Convolution,
+    DeltaWeights,
+    Mamba2Weights,
+    MambaWeights,
+    Selection,
+    TorchGatedDelta,
+    TorchSelectiveScan,
+    TorchShortConvolution,
+    TorchStateSpace,
+)
 from .state_memory import StateMemory
 
 # Limits of the kernels: positions of a convolution, tensors of a layer's cache.
 LONGEST, PAGES = 16, 2
+# The widest vector, to which rows of Mamba's rates are padded.
+LANES = 16
 
 
 class NativeRecurrences:
@@ -28,6 +41,15 @@ class NativeRecurrences:
     def gated_delta(self, weights: DeltaWeights) -> "NativeGatedDelta":
         return NativeGatedDelta(weights, self._executor, self._steps)
 
+    def state_space(self, weights: Mamba2Weights) -> "NativeStateSpace":
+        return NativeStateSpace(weights, self._executor, self._steps)
+
+    def selective_scan(self, weights: MambaWeights) -> "NativeSelectiveScan":
+        return NativeSelectiveScan(weights, self._executor, self._steps)
+
+    def short_convolution(self, convolution: Convolution) -> "NativeShortConvolution":
+        return NativeShortConvolution(convolution, self._executor, self._steps)
+
 
 class NativeGatedDelta:
     """A gated delta net between its products, natively."""
@@ -35,7 +57,8 @@ class NativeGatedDelta:
     def __init__(self, weights: DeltaWeights, executor: Executor, steps: "_Steps") -> None:
         self._executor, self._steps = executor, steps
         self._torch, self._convolution = TorchGatedDelta(weights), _Taps(weights.convolution)
-        self._vectors = (-weights.a_log.exp(), weights.dt_bias.float(), weights.norm.float())
+        vectors = (-weights.a_log.exp(), weights.dt_bias, weights.norm)
+        self._vectors = tuple(vector.float().contiguous() for vector in vectors)
         self._struct: Delta | None = None
 
     def __call__(
@@ -71,6 +94,112 @@ class NativeGatedDelta:
                 epsilon=weights.eps,
             )
         return self._struct
+
+
+class NativeStateSpace:
+    """A Mamba-2 layer between its products, natively."""
+
+    def __init__(self, weights: Mamba2Weights, executor: Executor, steps: "_Steps") -> None:
+        self._executor, self._steps = executor, steps
+        self._torch, self._convolution = TorchStateSpace(weights), _Taps(weights.convolution)
+        self._norm = None if weights.norm is None else weights.norm.float()
+        vectors = (-weights.a_log.exp(), weights.dt_bias, weights.skip)
+        self._vectors = tuple(vector.float().contiguous() for vector in vectors)
+        self._struct: Mamba2 | None = None
+
+    def __call__(
+        self,
+        mixed: torch.Tensor,
+        gate: torch.Tensor,
+        steps: torch.Tensor,
+        layer: int,
+        memory: StateMemory,
+    ) -> torch.Tensor:
+        states = self._steps.states(mixed, layer, memory)
+        if states is None or self._convolution.size > LONGEST:
+            return self._torch(mixed, gate, steps, layer, memory)
+        output = mixed.new_empty(len(mixed), self._torch.weights.shape.width)
+        self._executor.state_space(self._described(), states, output, (mixed, gate, steps))
+        return output
+
+    def _described(self) -> Mamba2:
+        if self._struct is None:
+            weights = self._torch.weights
+            shape, (rates, dt_bias, skip) = weights.shape, self._vectors
+            self._struct = Mamba2(
+                convolution=self._convolution.describe(),
+                rates=rates.data_ptr(),
+                dt_bias=dt_bias.data_ptr(),
+                skip=skip.data_ptr(),
+                norm=pointer(self._norm),
+                heads=shape.heads,
+                head_dim=shape.head_dim,
+                groups=shape.groups,
+                state_size=shape.state_size,
+                norm_first=weights.norm_first,
+                epsilon=weights.eps,
+            )
+        return self._struct
+
+
+class NativeSelectiveScan:
+    """A Mamba layer between its outer products, natively, in two calls."""
+
+    def __init__(self, weights: MambaWeights, executor: Executor, steps: "_Steps") -> None:
+        self._executor, self._steps = executor, steps
+        self._torch, self._convolution = TorchSelectiveScan(weights), _Taps(weights.convolution)
+        padding = -weights.a_log.shape[1] % LANES
+        self._rates = pad(-weights.a_log.float().exp(), (0, padding)).contiguous()
+        self._skip = weights.skip.float().contiguous()
+
+    def __call__(
+        self,
+        mixed: torch.Tensor,
+        gate: torch.Tensor,
+        select: Selection,
+        layer: int,
+        memory: StateMemory,
+    ) -> torch.Tensor:
+        states = self._steps.states(mixed, layer, memory)
+        if states is None or self._convolution.size > LONGEST:
+            return self._torch(mixed, gate, select, layer, memory)
+        values, output = mixed.new_empty(mixed.shape), mixed.new_empty(mixed.shape)
+        taps = self._convolution.describe()
+        self._executor.convolve(taps, states, values, (mixed,), silu=True)
+        steps, b, c = select(values)
+        channels, stride = self._rates.shape
+        struct = Mamba(
+            rates=self._rates.data_ptr(),
+            skip=self._skip.data_ptr(),
+            channels=channels,
+            state_size=self._torch.weights.a_log.shape[1],
+            stride=stride,
+        )
+        self._executor.selective_scan(struct, states, output, (values, steps, gate, b, c))
+        return output
+
+
+class NativeShortConvolution:
+    """A convolution between two gates, natively."""
+
+    def __init__(self, convolution: Convolution, executor: Executor, steps: "_Steps") -> None:
+        self._executor, self._steps = executor, steps
+        self._torch, self._convolution = TorchShortConvolution(convolution), _Taps(convolution)
+
+    def __call__(
+        self,
+        x: torch.Tensor,
+        before: torch.Tensor,
+        after: torch.Tensor,
+        layer: int,
+        memory: StateMemory,
+    ) -> torch.Tensor:
+        states = self._steps.states(x, layer, memory)
+        if states is None or self._convolution.size > LONGEST:
+            return self._torch(x, before, after, layer, memory)
+        output = x.new_empty(x.shape)
+        self._executor.convolve(self._convolution.describe(), states, output, (x, before, after))
+        return output
 
 
 class _Taps:

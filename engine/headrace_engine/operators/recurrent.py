@@ -13,7 +13,7 @@ import torch
 from torch.nn import functional as F
 
 from ..core.recurrent_state import StateTensor
-from .recurrences import causal_conv, gated_delta_rule
+from .recurrences import causal_conv, gated_delta_rule, selective_scan, state_space
 from .state_memory import StateMemory
 
 
@@ -26,6 +26,11 @@ class Convolution:
 
     def __call__(self, x: torch.Tensor, window: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         return causal_conv(x, window, self.weight, self.bias)
+
+
+def conv_state(channels: int, size: int, dtype: torch.dtype) -> StateTensor:
+    """The inputs of a convolution that the next token needs."""
+    return StateTensor((channels, size - 1), dtype)
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,10 +91,121 @@ class GatedDelta(Protocol):
         """
 
 
+@dataclass(frozen=True, slots=True)
+class Mamba2Shape:
+    """Heads of a Mamba-2 layer; `groups` of them share the inputs B and C of `state_size`."""
+
+    heads: int
+    head_dim: int
+    groups: int
+    state_size: int
+    window: int
+
+    @property
+    def width(self) -> int:
+        return self.heads * self.head_dim
+
+    @property
+    def channels(self) -> int:
+        """Values, B and C of a token, which the convolution mixes."""
+        return self.width + 2 * self.groups * self.state_size
+
+    def states(self, dtype: torch.dtype) -> tuple[StateTensor, StateTensor]:
+        """The window of the convolution, and the state of each head."""
+        matrix = StateTensor((self.heads, self.head_dim, self.state_size), torch.float32)
+        return conv_state(self.channels, self.window, dtype), matrix
+
+
+@dataclass(frozen=True, slots=True)
+class Mamba2Weights:
+    """A Mamba-2 layer without its products. Its gate is applied before the norm, or after it with
+    `norm_first`.
+
+    `a_log`, `dt_bias` and `skip` [H] are float32; `norm` [H * P] is over each group of heads; None:
+    there is no norm.
+    """
+
+    convolution: Convolution
+    a_log: torch.Tensor
+    dt_bias: torch.Tensor
+    skip: torch.Tensor
+    norm: torch.Tensor | None
+    eps: float
+    shape: Mamba2Shape
+    norm_first: bool = False
+
+
+class StateSpace(Protocol):
+    """A Mamba-2 layer between its products."""
+
+    def __call__(
+        self,
+        mixed: torch.Tensor,
+        gate: torch.Tensor,
+        steps: torch.Tensor,
+        layer: int,
+        memory: StateMemory,
+    ) -> torch.Tensor:
+        """Advances the states of recurrent layer `layer`, and returns [T, H * P].
+
+        `mixed` [T, C] are values, B and C; `gate` is [T, H * P]; `steps` [T, H] are the inputs of
+        time steps.
+        """
+
+
+# Maps values [n, C] to the inputs of time steps [n, C], B and C, both [n, N].
+Selection = Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor, torch.Tensor]]
+
+
+@dataclass(frozen=True, slots=True)
+class MambaWeights:
+    """A Mamba layer without its products. `a_log` [C, N] and `skip` [C] are float32."""
+
+    convolution: Convolution
+    a_log: torch.Tensor
+    skip: torch.Tensor
+
+
+class SelectiveScan(Protocol):
+    """A Mamba layer between its outer products."""
+
+    def __call__(
+        self,
+        mixed: torch.Tensor,
+        gate: torch.Tensor,
+        select: Selection,
+        layer: int,
+        memory: StateMemory,
+    ) -> torch.Tensor:
+        """Advances the states of recurrent layer `layer`, and returns [T, C]. `mixed` and `gate`
+        are [T, C]; `select` gets the values that the convolution makes of `mixed`."""
+
+
+class ShortConvolution(Protocol):
+    """A convolution between two gates."""
+
+    def __call__(
+        self,
+        x: torch.Tensor,
+        before: torch.Tensor,
+        after: torch.Tensor,
+        layer: int,
+        memory: StateMemory,
+    ) -> torch.Tensor:
+        """Advances the states of recurrent layer `layer`, and returns [T, C]. All rows are
+        [T, C]."""
+
+
 class Recurrences(Protocol):
     """Makes the recurrent part of a layer from its weights, once."""
 
     def gated_delta(self, weights: DeltaWeights) -> GatedDelta: ...
+
+    def state_space(self, weights: Mamba2Weights) -> StateSpace: ...
+
+    def selective_scan(self, weights: MambaWeights) -> SelectiveScan: ...
+
+    def short_convolution(self, convolution: Convolution) -> ShortConvolution: ...
 
 
 @runtime_checkable
@@ -110,6 +226,15 @@ class TorchRecurrences:
 
     def gated_delta(self, weights: DeltaWeights) -> "TorchGatedDelta":
         return TorchGatedDelta(weights)
+
+    def state_space(self, weights: Mamba2Weights) -> "TorchStateSpace":
+        return TorchStateSpace(weights)
+
+    def selective_scan(self, weights: MambaWeights) -> "TorchSelectiveScan":
+        return TorchSelectiveScan(weights)
+
+    def short_convolution(self, convolution: Convolution) -> "TorchShortConvolution":
+        return TorchShortConvolution(convolution)
 
 
 # Maps one run's rows, and the state before it, to its outputs and the state after it.
@@ -208,3 +333,113 @@ def gated_norm(
 def _normed(x: torch.Tensor) -> torch.Tensor:
     """x [..., K] of length 1."""
     return x * torch.rsqrt((x * x).sum(-1, keepdim=True) + 1e-6)
+
+
+@dataclass(frozen=True, slots=True)
+class TorchStateSpace:
+    """A Mamba-2 layer, in torch."""
+
+    weights: Mamba2Weights
+
+    def __call__(
+        self,
+        mixed: torch.Tensor,
+        gate: torch.Tensor,
+        steps: torch.Tensor,
+        layer: int,
+        memory: StateMemory,
+    ) -> torch.Tensor:
+        times = F.softplus(steps.float() + self.weights.dt_bias)
+        found = scan(layer, memory, (mixed, times), self._advance)
+        gates = F.silu(gate.float())
+        if self.weights.norm_first:
+            return (self._normed(found) * gates).to(mixed.dtype)
+        return self._normed(found * gates).to(mixed.dtype)
+
+    def _normed(self, x: torch.Tensor) -> torch.Tensor:
+        weights = self.weights
+        if weights.norm is None:
+            return x
+        grouped = x.view(len(x), weights.shape.groups, -1)
+        scale = torch.rsqrt(grouped.pow(2).mean(-1, keepdim=True) + weights.eps)
+        return weights.norm * (grouped * scale).view(len(x), -1)
+
+    def _advance(
+        self, rows: tuple[torch.Tensor, ...], state: tuple[torch.Tensor, ...]
+    ) -> tuple[torch.Tensor, tuple[torch.Tensor, ...]]:
+        weights, shape, count = self.weights, self.weights.shape, len(rows[0])
+        convolved, window = weights.convolution(rows[0], state[0])
+        inner = shape.groups * shape.state_size
+        values, b, c = torch.split(F.silu(convolved).float(), [shape.width, inner, inner], dim=-1)
+        repeats = shape.heads // shape.groups
+        grouped = (count, shape.groups, shape.state_size)
+        outputs, matrix = state_space(
+            values.reshape(count, shape.heads, shape.head_dim),
+            rows[1],
+            -weights.a_log.exp(),
+            b.reshape(grouped).repeat_interleave(repeats, dim=1),
+            c.reshape(grouped).repeat_interleave(repeats, dim=1),
+            weights.skip,
+            state[1],
+        )
+        return outputs.flatten(1), (window, matrix)
+
+
+@dataclass(frozen=True, slots=True)
+class TorchSelectiveScan:
+    """A Mamba layer, in torch."""
+
+    weights: MambaWeights
+
+    def __call__(
+        self,
+        mixed: torch.Tensor,
+        gate: torch.Tensor,
+        select: Selection,
+        layer: int,
+        memory: StateMemory,
+    ) -> torch.Tensor:
+        weights = self.weights
+
+        def advance(
+            rows: tuple[torch.Tensor, ...], state: tuple[torch.Tensor, ...]
+        ) -> tuple[torch.Tensor, tuple[torch.Tensor, ...]]:
+            convolved, window = weights.convolution(rows[0], state[0])
+            values = F.silu(convolved)
+            steps, b, c = select(values)
+            outputs, matrix = selective_scan(
+                values.float(),
+                F.softplus(steps.float()),
+                -weights.a_log.exp(),
+                b.float(),
+                c.float(),
+                weights.skip,
+                state[1],
+            )
+            return outputs, (window, matrix)
+
+        found = scan(layer, memory, (mixed,), advance)
+        return (found * F.silu(gate.float())).to(mixed.dtype)
+
+
+@dataclass(frozen=True, slots=True)
+class TorchShortConvolution:
+    """A convolution between two gates, in torch."""
+
+    convolution: Convolution
+
+    def __call__(
+        self,
+        x: torch.Tensor,
+        before: torch.Tensor,
+        after: torch.Tensor,
+        layer: int,
+        memory: StateMemory,
+    ) -> torch.Tensor:
+        return after * scan(layer, memory, (before * x,), self._advance)
+
+    def _advance(
+        self, rows: tuple[torch.Tensor, ...], state: tuple[torch.Tensor, ...]
+    ) -> tuple[torch.Tensor, tuple[torch.Tensor, ...]]:
+        output, window = self.convolution(rows[0], state[0])
+        return output, (window,)

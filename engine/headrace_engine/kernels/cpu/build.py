@@ -20,7 +20,15 @@ from functools import partial
 from pathlib import Path
 
 HERE = Path(__file__).parent
-SOURCES = ("attention.cpp", "decoder.cpp", "elementwise.cpp", "gated_delta.cpp", "pool.cpp")
+SOURCES = (
+    "attention.cpp",
+    "decoder.cpp",
+    "elementwise.cpp",
+    "gated_delta.cpp",
+    "mamba.cpp",
+    "mamba2.cpp",
+    "pool.cpp",
+)
 COMMON_FLAGS = (
     "-std=c++17",
     "-O3",

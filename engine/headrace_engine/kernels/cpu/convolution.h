@@ -16,8 +16,7 @@ class Convolution {
   Convolution(const headrace_convolution& shape, const States& states, const headrace_rows& rows)
       : shape_(shape),
         states_(states),
-        rows_(static_cast<const T*>(rows.data)),
-        stride_(rows.stride),
+        rows_(rows),
         past_(shape.size - 1) {}
 
   int64_t bytes(int threads) const {
@@ -84,7 +83,7 @@ class Convolution {
     for (int64_t i = 0; i < count; ++i) {
       const int64_t token = end - count + i;
       rows[i] = token >= begin
-                    ? rows_ + token * stride_
+                    ? static_cast<const T*>(rows_.data) + token * rows_.stride
                     : before_ + (sequence * past_ + past_ + token - begin) * shape_.channels;
     }
   }
@@ -122,8 +121,8 @@ class Convolution {
 
   const headrace_convolution& shape_;
   const States& states_;
-  const T* rows_;
-  int64_t stride_, past_;
+  const headrace_rows& rows_;
+  int64_t past_;
   T *before_ = nullptr, *stored_ = nullptr;
 };
 

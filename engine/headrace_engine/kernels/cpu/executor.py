@@ -5,7 +5,7 @@ Knows nothing of checkpoints or models; must not be used by two threads at once.
 
 import ctypes
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol
 
@@ -14,7 +14,7 @@ import torch
 
 from .arena import Arena
 from .library import Kernels
-from .structs import Decoder, Delta, Linear, Rows, States, Step
+from .structs import Convolution, Decoder, Delta, Linear, Mamba, Mamba2, Rows, States, Step
 
 # Inputs that share a scale when activations are quantised; groups of weights are multiples of it.
 GROUP = 64
@@ -95,17 +95,62 @@ class Executor:
         self, delta: Delta, states: States, output: torch.Tensor, rows: Sequence[torch.Tensor]
     ) -> None:
         """Computes output [T, Hv * V] from the rows [T, ...] mixed, gate, beta and decay."""
-        dense = [row if row.stride(1) == 1 else row.contiguous() for row in rows]
-        described = [Rows(data=row.data_ptr(), stride=row.stride(0)) for row in dense]
-        if self._kernels.gated_delta(
+        self._recur(self._kernels.gated_delta, delta, states, output, rows)
+
+    def state_space(
+        self, mamba: Mamba2, states: States, output: torch.Tensor, rows: Sequence[torch.Tensor]
+    ) -> None:
+        """Computes output [T, H * P] from the rows [T, ...] mixed, gate and steps."""
+        self._recur(self._kernels.state_space, mamba, states, output, rows)
+
+    def selective_scan(
+        self, mamba: Mamba, states: States, output: torch.Tensor, rows: Sequence[torch.Tensor]
+    ) -> None:
+        """Computes output [T, C] from the rows [T, ...] values, steps, gate, B and C."""
+        self._recur(self._kernels.selective_scan, mamba, states, output, rows)
+
+    def convolve(
+        self,
+        convolution: Convolution,
+        states: States,
+        output: torch.Tensor,
+        rows: Sequence[torch.Tensor],
+        *,
+        silu: bool = False,
+    ) -> None:
+        """Computes output [T, C] from the rows [T, C] x, or x and the gates before and after it."""
+        _dense, described = _describe(rows)
+        gates = [ctypes.addressof(gate) for gate in described[1:]] or (None, None)
+        if self._kernels.convolve(
             self._handle,
-            ctypes.addressof(delta),
+            ctypes.addressof(convolution),
+            ctypes.addressof(states),
+            output.data_ptr(),
+            ctypes.addressof(described[0]),
+            *gates,
+            silu,
+            output.dtype is torch.bfloat16,
+        ):
+            raise MemoryError("no memory for a convolution")
+
+    def _recur(
+        self,
+        kernel: Callable[..., int],
+        layer: ctypes.Structure,
+        states: States,
+        output: torch.Tensor,
+        rows: Sequence[torch.Tensor],
+    ) -> None:
+        _dense, described = _describe(rows)
+        if kernel(
+            self._handle,
+            ctypes.addressof(layer),
             ctypes.addressof(states),
             output.data_ptr(),
             *map(ctypes.addressof, described),
             output.dtype is torch.bfloat16,
         ):
-            raise MemoryError("no memory for a gated delta net")
+            raise MemoryError("no memory for a recurrent layer")
 
     def linear(self, layer: PackedLinear, x: torch.Tensor) -> torch.Tensor:
         """Computes one layer alone: x [N, in], dense, to float32 [N, out]."""
@@ -222,6 +267,12 @@ class Executor:
 
 def pointer(tensor: torch.Tensor | None) -> int | None:
     return None if tensor is None else tensor.data_ptr()
+
+
+def _describe(rows: Sequence[torch.Tensor]) -> tuple[list[torch.Tensor], list[Rows]]:
+    """Rows whose elements are adjacent, and structures that point into them."""
+    dense = [row if row.stride(1) == 1 else row.contiguous() for row in rows]
+    return dense, [Rows(data=row.data_ptr(), stride=row.stride(0)) for row in dense]
 
 
 def row_addresses(matrix: torch.Tensor) -> np.ndarray:

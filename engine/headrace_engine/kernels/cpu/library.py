@@ -13,7 +13,7 @@ import torch
 
 from .build import library_path, runnable_sets
 
-INTERFACE = 9
+INTERFACE = 11
 FORCE_ISA = "HEADRACE_CPU_ISA"
 DTYPES = (torch.float32, torch.bfloat16)
 
@@ -51,6 +51,9 @@ class Kernels:
         self.silu_mul = self._bind("silu_mul", None, *[_POINTER] * 2, *[_INT] * 4)
         self.argmax = self._bind("argmax", None, *[_POINTER] * 4, *[_INT] * 4)
         self.gated_delta = self._bind("gated_delta", ctypes.c_int, *[_POINTER] * 8, _INT)
+        self.state_space = self._bind("state_space", ctypes.c_int, *[_POINTER] * 7, _INT)
+        self.convolve = self._bind("convolve", ctypes.c_int, *[_POINTER] * 7, *[_INT] * 2)
+        self.selective_scan = self._bind("selective_scan", ctypes.c_int, *[_POINTER] * 9, _INT)
         self.executor_create = self._bind("executor_create", _POINTER, _INT)
         self.executor_destroy = self._bind("executor_destroy", None, _POINTER)
         self.forward = self._bind("forward", ctypes.c_int, *[_POINTER] * 3)

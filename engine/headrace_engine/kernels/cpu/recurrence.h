@@ -67,3 +67,57 @@ HEADRACE_EXPORT int headrace_gated_delta(headrace_executor* executor, const head
                                          const headrace_rows* mixed, const headrace_rows* gate,
                                          const headrace_rows* beta, const headrace_rows* decay,
                                          int64_t is_bfloat16);
+
+// A Mamba-2 layer: channels are values [heads][head_dim], then B and C [groups][state_size]. rates,
+// dt_bias and skip [heads]; norm [heads * head_dim], over each group of heads, or null. The gate is
+// applied after the norm, or before it unless norm_first. Its state is the second tensor, float32
+// [heads][head_dim][state_size].
+struct headrace_mamba2 {
+  headrace_convolution convolution;
+  const float* rates;
+  const float* dt_bias;
+  const float* skip;
+  const float* norm;
+  int64_t heads;
+  int64_t head_dim;
+  int64_t groups;
+  int64_t state_size;
+  int64_t norm_first;
+  float epsilon;
+};
+
+// Writes output [tokens][heads * head_dim], dense, from the rows mixed (channels), gate
+// (heads * head_dim) and steps (heads), like headrace_gated_delta.
+HEADRACE_EXPORT int headrace_state_space(headrace_executor* executor, const headrace_mamba2* mamba,
+                                         const headrace_states* states, void* output,
+                                         const headrace_rows* mixed, const headrace_rows* gate,
+                                         const headrace_rows* steps, int64_t is_bfloat16);
+
+// Writes output [tokens][channels], dense: a convolution of x, or with gates of before * x, times
+// the gate after; with `silu`, silu of it. `before` and `after` are null together.
+HEADRACE_EXPORT int headrace_convolve(headrace_executor* executor,
+                                      const headrace_convolution* convolution,
+                                      const headrace_states* states, void* output,
+                                      const headrace_rows* x, const headrace_rows* before,
+                                      const headrace_rows* after, int64_t silu,
+                                      int64_t is_bfloat16);
+
+// The selective scan of a Mamba layer: rates [channels][stride], whose rows are padded with zeros
+// to a multiple of 16 elements; skip [channels]. Its state is the second tensor, float32
+// [channels][state_size].
+struct headrace_mamba {
+  const float* rates;
+  const float* skip;
+  int64_t channels;
+  int64_t state_size;
+  int64_t stride;
+};
+
+// Writes output [tokens][channels], dense, from the rows values, steps and gate (channels), and b
+// and c (state_size), like headrace_gated_delta.
+HEADRACE_EXPORT int headrace_selective_scan(headrace_executor* executor,
+                                            const headrace_mamba* mamba,
+                                            const headrace_states* states, void* output,
+                                            const headrace_rows* values, const headrace_rows* steps,
+                                            const headrace_rows* gate, const headrace_rows* b,
+                                            const headrace_rows* c, int64_t is_bfloat16);

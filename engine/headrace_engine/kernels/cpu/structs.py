@@ -193,3 +193,33 @@ class Delta(ctypes.Structure):
         ("value_dim", _INT),
         ("epsilon", _FLOAT),
     ]
+
+
+class Mamba2(ctypes.Structure):
+    """`headrace_mamba2` of recurrence.h."""
+
+    _fields_ = [
+        ("convolution", Convolution),
+        ("rates", _POINTER),
+        ("dt_bias", _POINTER),
+        ("skip", _POINTER),
+        ("norm", _POINTER),
+        ("heads", _INT),
+        ("head_dim", _INT),
+        ("groups", _INT),
+        ("state_size", _INT),
+        ("norm_first", _INT),
+        ("epsilon", _FLOAT),
+    ]
+
+
+class Mamba(ctypes.Structure):
+    """`headrace_mamba` of recurrence.h."""
+
+    _fields_ = [
+        ("rates", _POINTER),
+        ("skip", _POINTER),
+        ("channels", _INT),
+        ("state_size", _INT),
+        ("stride", _INT),
+    ]

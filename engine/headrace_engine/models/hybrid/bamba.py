@@ -5,7 +5,7 @@ from ...checkpoints.fields import Fields
 from .decoder import HybridWeights, ResidualPart
 from .family import Family, Parts
 from .layers import FeedForwardLayer, HybridLayer
-from .mamba2 import Mamba2Shape, read_mamba2
+from .mamba2 import read_mamba2, read_shape
 from .tensors import Tensors
 
 
@@ -24,7 +24,7 @@ class Bamba(Family):
         self.tied = fields.flag("tie_word_embeddings")
         self.inner = fields.integer("intermediate_size", 14336)
         self.mlp_bias = fields.flag("mlp_bias")
-        self.mamba = Mamba2Shape.of(fields, fields.integer("mamba_expand", 2) * self.hidden)
+        self.mamba = read_shape(fields, fields.integer("mamba_expand", 2) * self.hidden)
         self.conv_bias = fields.flag("mamba_conv_bias", True)
         self.proj_bias = fields.flag("mamba_proj_bias")
         listed = fields.get("attn_layer_indices", [])
@@ -48,7 +48,7 @@ class Bamba(Family):
             else:
                 layer = read_mamba2(
                     tensors, f"{prefix}mamba.", states, self.hidden, self.mamba, self.eps,
-                    conv_bias=self.conv_bias, proj_bias=self.proj_bias,
+                    parts.ops, conv_bias=self.conv_bias, proj_bias=self.proj_bias,
                 )  # fmt: skip
                 states += 1
             blocks.append(ResidualPart(norm, layer))

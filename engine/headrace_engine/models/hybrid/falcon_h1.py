@@ -7,10 +7,11 @@ import torch
 from ...checkpoints.architectures import Architecture
 from ...checkpoints.fields import Fields
 from ...layers.feed_forward import GatedMLP
+from ...operators.base import Ops
 from .decoder import HybridWeights, ResidualPart
 from .family import Family, Parts
 from .layers import AttentionLayer, FeedForwardLayer, ParallelLayers, ScaledLinear
-from .mamba2 import Mamba2Layer, Mamba2Shape, read_mamba2
+from .mamba2 import Mamba2Layer, read_mamba2, read_shape
 from .tensors import Tensors
 
 
@@ -30,7 +31,7 @@ class FalconH1(Family):
         self.mlp_bias = fields.flag("mlp_bias")
         width = fields.optional_integer("mamba_d_ssm", 1024)
         expanded = fields.integer("mamba_expand", 2) * self.hidden
-        self.mamba = Mamba2Shape.of(fields, expanded if width is None else width)
+        self.mamba = read_shape(fields, expanded if width is None else width)
         self.gate, self.down = self._multipliers("mlp_multipliers", 2)
         self.projected = self._multipliers("ssm_multipliers", 5)
 
@@ -46,7 +47,7 @@ class FalconH1(Family):
         for index in range(self.layers):
             prefix = f"{self.prefix}layers.{index}."
             norm = tensors.tensor(f"{prefix}input_layernorm.weight", self.hidden)
-            mamba = self._mamba(tensors, f"{prefix}mamba.", index)
+            mamba = self._mamba(tensors, parts.ops, f"{prefix}mamba.", index)
             attention = self._attention(tensors, parts, f"{prefix}self_attn.", index)
             blocks.append(ResidualPart(norm, ParallelLayers((mamba, attention))))
             norm = tensors.tensor(f"{prefix}pre_ff_layernorm.weight", self.hidden)
@@ -59,10 +60,10 @@ class FalconH1(Family):
             logits_divisor=1.0 / self._multiplier("lm_head"),
         )  # fmt: skip
 
-    def _mamba(self, tensors: Tensors, prefix: str, index: int) -> Mamba2Layer:
+    def _mamba(self, tensors: Tensors, ops: Ops, prefix: str, index: int) -> Mamba2Layer:
         fields, shape = self.fields, self.mamba
         layer = read_mamba2(
-            tensors, prefix, index, self.hidden, shape, self.eps,
+            tensors, prefix, index, self.hidden, shape, self.eps, ops,
             conv_bias=fields.flag("mamba_conv_bias", True),
             proj_bias=fields.flag("mamba_proj_bias"),
             output_bias=fields.flag("projectors_bias"),

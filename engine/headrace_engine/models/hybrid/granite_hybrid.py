@@ -8,7 +8,7 @@ from ...layers.feed_forward import FeedForward, GatedMLP, SparseMoe
 from .decoder import HybridWeights, ResidualPart
 from .family import Family, Parts, layer_types
 from .layers import FeedForwardLayer, FeedForwardSum
-from .mamba2 import Mamba2Shape, read_mamba2
+from .mamba2 import read_mamba2, read_shape
 from .tensors import Tensors
 
 # Older names of the kinds of layers.
@@ -31,7 +31,7 @@ class GraniteHybrid(Family):
         self.bias = fields.flag("attention_bias")
         self.eps = fields.number("rms_norm_eps", 1e-6)
         self.tied = fields.flag("tie_word_embeddings")
-        self.mamba = Mamba2Shape.of(fields, fields.integer("mamba_expand", 2) * self.hidden)
+        self.mamba = read_shape(fields, fields.integer("mamba_expand", 2) * self.hidden)
         self.conv_bias = fields.flag("mamba_conv_bias", True)
         self.proj_bias = fields.flag("mamba_proj_bias")
         self.inner = fields.integer("shared_intermediate_size", 1024)
@@ -68,7 +68,7 @@ class GraniteHybrid(Family):
             norm = tensors.tensor(f"{prefix}input_layernorm.weight", hidden)
             if kind == "linear_attention":
                 mamba = read_mamba2(
-                    tensors, f"{prefix}mamba.", states, hidden, self.mamba, self.eps,
+                    tensors, f"{prefix}mamba.", states, hidden, self.mamba, self.eps, parts.ops,
                     conv_bias=self.conv_bias, proj_bias=self.proj_bias,
                 )  # fmt: skip
                 blocks.append(ResidualPart(norm, mamba, self.residual))

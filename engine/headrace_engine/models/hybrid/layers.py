@@ -10,12 +10,11 @@ from typing import Protocol
 import torch
 
 from ...core.attention_backend import AttentionBackend, LayerCache, LayerParams
-from ...core.recurrent_state import StateTensor
 from ...layers.feed_forward import FeedForward
 from ...layers.layers import Linear
 from ...lora.batch import LayerLoRA
 from ...operators.base import HeadShape, Ops, QKNorm
-from ...operators.recurrent import Convolution, GatedDelta, scan
+from ...operators.recurrent import GatedDelta, ShortConvolution
 from ...operators.state_memory import StateMemory
 from ..base import ForwardBatch
 
@@ -117,30 +116,18 @@ class AttentionLayer:
         return self.output(attended if gate is None else attended * torch.sigmoid(gate))
 
 
-def conv_state(channels: int, size: int, dtype: torch.dtype) -> StateTensor:
-    """The inputs of a convolution that the next token needs."""
-    return StateTensor((channels, size - 1), dtype)
-
-
 @dataclass(frozen=True, slots=True)
 class ShortConvLayer:
     """LFM2's gated short convolution."""
 
     index: int
     input: Linear
-    convolution: Convolution
+    convolution: ShortConvolution
     output: Linear
 
     def __call__(self, x: torch.Tensor, step: HybridStep) -> torch.Tensor:
         before, after, inner = self.input(x).chunk(3, dim=-1)
-        mixed = scan(self.index, step.memory, (before * inner,), self._advance)
-        return self.output(after * mixed)
-
-    def _advance(
-        self, rows: tuple[torch.Tensor, ...], state: tuple[torch.Tensor, ...]
-    ) -> tuple[torch.Tensor, tuple[torch.Tensor, ...]]:
-        output, window = self.convolution(rows[0], state[0])
-        return output, (window,)
+        return self.output(self.convolution(inner, before, after, self.index, step.memory))
 
 
 class DeltaProjections(Protocol):

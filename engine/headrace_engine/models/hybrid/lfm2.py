@@ -5,10 +5,10 @@ from ...checkpoints.config import ExpertsConfig
 from ...checkpoints.fields import Fields
 from ...layers.feed_forward import FeedForward, SparseMoe
 from ...operators.base import QKNorm
-from ...operators.recurrent import Convolution
+from ...operators.recurrent import Convolution, conv_state, recurrences_of
 from .decoder import HybridWeights, ResidualPart
 from .family import Family, MatrixNames, Parts, layer_types
-from .layers import AttentionLayer, FeedForwardLayer, ShortConvLayer, conv_state
+from .layers import AttentionLayer, FeedForwardLayer, ShortConvLayer
 from .tensors import Tensors
 
 LFM2 = Architecture(
@@ -47,7 +47,7 @@ class Lfm2(Family):
             prefix = f"{self.prefix}layers.{index}."
             norm = tensors.tensor(f"{prefix}operator_norm.weight", hidden)
             if kind == "conv":
-                blocks.append(ResidualPart(norm, self._convolution(tensors, prefix, states)))
+                blocks.append(ResidualPart(norm, self._convolution(tensors, parts, prefix, states)))
                 states += 1
             else:
                 blocks.append(
@@ -61,14 +61,17 @@ class Lfm2(Family):
         window = conv_state(hidden, self.window, parts.dtype)
         return self.decoder(tensors, blocks, norm, attentions, states, (window,))
 
-    def _convolution(self, tensors: Tensors, prefix: str, index: int) -> ShortConvLayer:
+    def _convolution(
+        self, tensors: Tensors, parts: Parts, prefix: str, index: int
+    ) -> ShortConvLayer:
         hidden, prefix = self.hidden, f"{prefix}conv."
         weight = tensors.tensor(f"{prefix}conv.weight", hidden, 1, self.window)
         bias = tensors.tensor(f"{prefix}conv.bias", hidden) if self.bias else None
+        convolution = Convolution(weight[:, 0], bias)
         return ShortConvLayer(
             index=index,
             input=tensors.linear({f"{prefix}in_proj": 3 * hidden}, hidden, self.bias),
-            convolution=Convolution(weight[:, 0], bias),
+            convolution=recurrences_of(parts.ops).short_convolution(convolution),
             output=tensors.linear({f"{prefix}out_proj": hidden}, hidden, self.bias),
         )
 

@@ -3,14 +3,18 @@
 from dataclasses import dataclass
 
 import torch
-from torch.nn import functional as F
 
 from ...core.recurrent_state import StateTensor
 from ...layers.layers import Linear
 from ...operators.base import Ops
-from ...operators.recurrences import selective_scan
-from ...operators.recurrent import Convolution, scan
-from .layers import HybridStep, conv_state
+from ...operators.recurrent import (
+    Convolution,
+    MambaWeights,
+    SelectiveScan,
+    conv_state,
+    recurrences_of,
+)
+from .layers import HybridStep
 from .tensors import Tensors
 
 
@@ -37,47 +41,30 @@ class MambaShape:
 
 @dataclass(frozen=True, slots=True)
 class MambaLayer:
-    """A Mamba layer. `norms` are those of time steps, B and C; `a_log` [C, N] and `skip` [C] are
-    float32."""
+    """A Mamba layer. `norms` are those of time steps, B and C."""
 
     index: int
     input: Linear
-    convolution: Convolution
+    scan: SelectiveScan
     selection: Linear
     norms: tuple[torch.Tensor, ...]
     eps: float
     steps: Linear
-    a_log: torch.Tensor
-    skip: torch.Tensor
     output: Linear
     shape: MambaShape
     ops: Ops
 
     def __call__(self, x: torch.Tensor, step: HybridStep) -> torch.Tensor:
         values, gate = self.input(x).chunk(2, dim=-1)
-        found = scan(self.index, step.memory, (values,), self._advance)
-        return self.output((found * F.silu(gate.float())).to(x.dtype))
+        return self.output(self.scan(values, gate, self._select, self.index, step.memory))
 
-    def _advance(
-        self, rows: tuple[torch.Tensor, ...], state: tuple[torch.Tensor, ...]
-    ) -> tuple[torch.Tensor, tuple[torch.Tensor, ...]]:
-        convolved, window = self.convolution(rows[0], state[0])
-        values = F.silu(convolved)
+    def _select(self, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         selected = torch.split(self.selection(values), self.shape.split, dim=-1)
         steps, b, c = (
             self.ops.rms_norm(part.contiguous(), norm, self.eps)
             for part, norm in zip(selected, self.norms, strict=True)
         )
-        outputs, matrix = selective_scan(
-            values.float(),
-            F.softplus(self.steps(steps).float()),
-            -self.a_log.exp(),
-            b.float(),
-            c.float(),
-            self.skip,
-            state[1],
-        )
-        return outputs, (window, matrix)
+        return self.steps(steps), b, c
 
 
 def read_mamba(
@@ -97,16 +84,21 @@ def read_mamba(
     weight = tensors.tensor(f"{prefix}conv1d.weight", width, 1, shape.window)
     bias = tensors.tensor(f"{prefix}conv1d.bias", width) if conv_bias else None
     norms = zip(("dt", "b", "c"), shape.split, strict=True)
+    selection = tensors.linear({f"{prefix}x_proj": sum(shape.split)}, width)
+    steps = tensors.linear({f"{prefix}dt_proj": width}, shape.rank, True)
+    weights = MambaWeights(
+        convolution=Convolution(weight[:, 0], bias),
+        a_log=tensors.float32(f"{prefix}A_log", width, shape.state_size),
+        skip=tensors.float32(f"{prefix}D", width),
+    )
     return MambaLayer(
         index=index,
         input=tensors.linear({f"{prefix}in_proj": 2 * width}, hidden, proj_bias),
-        convolution=Convolution(weight[:, 0], bias),
-        selection=tensors.linear({f"{prefix}x_proj": sum(shape.split)}, width),
+        scan=recurrences_of(ops).selective_scan(weights),
+        selection=selection,
         norms=tuple(tensors.tensor(f"{prefix}{name}_layernorm.weight", n) for name, n in norms),
         eps=eps,
-        steps=tensors.linear({f"{prefix}dt_proj": width}, shape.rank, True),
-        a_log=tensors.float32(f"{prefix}A_log", width, shape.state_size),
-        skip=tensors.float32(f"{prefix}D", width),
+        steps=steps,
         output=tensors.linear({f"{prefix}out_proj": hidden}, width, proj_bias),
         shape=shape,
         ops=ops,

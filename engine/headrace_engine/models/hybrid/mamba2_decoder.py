@@ -5,10 +5,11 @@ from dataclasses import replace
 from ...checkpoints.architectures import Architecture
 from ...checkpoints.fields import Fields
 from ...checkpoints.rope import RopeConfig
+from ...operators.recurrent import Mamba2Shape
 from ..base import KVShape
 from .decoder import HybridWeights, ResidualPart
 from .family import Family, Parts
-from .mamba2 import Mamba2Shape, check_steps, read_mamba2
+from .mamba2 import check_steps, read_mamba2
 from .tensors import Tensors
 
 # Blocks of 16 positions that one layer's state takes.
@@ -55,7 +56,7 @@ class Mamba2(Family):
             prefix = f"{self.prefix}layers.{index}."
             norm = tensors.tensor(f"{prefix}norm.weight", self.hidden)
             mamba = read_mamba2(
-                tensors, f"{prefix}mixer.", index, self.hidden, self.mamba, self.eps,
+                tensors, f"{prefix}mixer.", index, self.hidden, self.mamba, self.eps, parts.ops,
                 conv_bias=fields.flag("use_conv_bias", True), proj_bias=fields.flag("use_bias"),
             )  # fmt: skip
             blocks.append(ResidualPart(norm, mamba))

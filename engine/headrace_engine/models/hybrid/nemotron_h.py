@@ -12,10 +12,11 @@ from ...checkpoints.rope import RopeConfig
 from ...layers.feed_forward import FeedForward, GatedMLP, SparseMoe
 from ...layers.layers import Linear
 from ...lora.batch import LayerLoRA
+from ...operators.recurrent import Mamba2Shape
 from .decoder import HybridWeights, ResidualPart
 from .family import Family, Parts, layer_types
 from .layers import FeedForwardLayer, FeedForwardSum, HybridLayer
-from .mamba2 import Mamba2Shape, read_mamba2
+from .mamba2 import read_mamba2
 from .tensors import Tensors
 
 # The letters of hybrid_override_pattern.
@@ -100,7 +101,7 @@ class NemotronH(Family):
             prefix = f"{prefix}mixer."
             if kind == "linear_attention":
                 layer = read_mamba2(
-                    tensors, prefix, states, self.hidden, self.mamba, self.eps,
+                    tensors, prefix, states, self.hidden, self.mamba, self.eps, parts.ops,
                     conv_bias=self.conv_bias, proj_bias=self.proj_bias,
                 )  # fmt: skip
                 states += 1

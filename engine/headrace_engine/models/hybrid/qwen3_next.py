@@ -10,7 +10,13 @@ from ...checkpoints.fields import Fields
 from ...layers.feed_forward import GatedMLP, SharedExpert, SparseMoe
 from ...layers.layers import Linear
 from ...operators.base import QKNorm
-from ...operators.recurrent import Convolution, DeltaShape, DeltaWeights, recurrences_of
+from ...operators.recurrent import (
+    Convolution,
+    DeltaShape,
+    DeltaWeights,
+    conv_state,
+    recurrences_of,
+)
 from .decoder import HybridWeights, ResidualPart
 from .family import Family, Parts, layer_types
 from .layers import (
@@ -18,7 +24,6 @@ from .layers import (
     DeltaProjections,
     FeedForwardLayer,
     GatedDeltaLayer,
-    conv_state,
 )
 from .tensors import Tensors
 
