@@ -13,13 +13,13 @@ from ...checkpoints.rope import RopeConfig
 from ...core.attention_backend import LayerParams, latent_backend
 from ...layers.feed_forward import GatedMLP, SharedExpert, SparseMoe
 from ...layers.layers import Linear
-from ...operators.recurrent import Convolution, DeltaShape, advance_delta, scan
+from ...operators.recurrent import Convolution, DeltaShape, advance_delta, conv_state, scan
 from ..base import KVShape
 from ..decoder.latent import LatentAttention, LatentWeights
 from ..decoder.positions import LayerPositions
 from .decoder import HybridWeights, ResidualPart
 from .family import Family, MatrixNames, Parts, layer_types
-from .layers import FeedForwardLayer, HybridLayer, HybridStep, conv_state
+from .layers import FeedForwardLayer, HybridLayer, HybridStep
 from .tensors import Tensors
 
 _EXPERTS = MatrixNames("w1", "w3", "w2")
