@@ -68,7 +68,8 @@ class Tokenizer:
         self.byte_fallback = "ByteFallback" in repr(backend.decoder)
         self._context_free = _is_context_free(backend)
         self._fixed_texts: dict[int, str | None] = {}
-        self._nonce = secrets.token_hex(8)
+        # 64 bits in few characters, as a text may have millions of placeholders.
+        self._nonce = "".join(chr(0xE100 + byte) for byte in secrets.token_bytes(8))
 
     @classmethod
     def load(cls, source: str | Path, revision: str | None = None) -> "Tokenizer":
@@ -111,7 +112,7 @@ class Tokenizer:
         if self._special_pattern is None:
             return value
         if isinstance(value, str):
-            return self._special_pattern.sub(self._placeholder, value)
+            return self._special_pattern.sub(lambda match: self._placeholders[match[0]], value)
         if isinstance(value, Mapping):
             return {self.protect(key): self.protect(item) for key, item in value.items()}
         if isinstance(value, list | tuple):
@@ -122,7 +123,7 @@ class Tokenizer:
         """Undoes `protect` on a rendered text."""
         if self._nonce not in text:
             return text
-        return self._placeholder_pattern.sub(self._original, text)
+        return self._placeholder_pattern.sub(lambda match: self._originals[match[0]], text)
 
     def encode_protected(
         self, text: str, *, add_special_tokens: bool = False, most: int | None = None
@@ -134,10 +135,9 @@ class Tokenizer:
         """
         if self._nonce not in text or self._special_pattern is None:
             return self.encode(text, add_special_tokens=add_special_tokens, most=most)
-        renamed = self._special_pattern.sub(
-            lambda match: self._alias(self._special_texts[match[0]]), text
+        plain = self.unprotect(
+            self._special_pattern.sub(lambda match: self._aliases[match[0]], text)
         )
-        plain = self.unprotect(renamed)
         return self._encode(self._renamed_backend, plain, add_special_tokens, most)
 
     def _encode(
@@ -153,8 +153,10 @@ class Tokenizer:
         plain = partial(encode, special=False)
         before, after = self._around if special else ((), ())
         ids = list(before)
+        # Equal ids are one object, as millions of objects take 32 bytes each.
+        shared: dict[int, int] = {}
         for piece in pieces(text, plain):
-            ids += plain(piece)
+            ids += [shared.setdefault(token_id, token_id) for token_id in plain(piece)]
             if most is not None and len(ids) > most:
                 return ids
         return [*ids, *after] if after else ids
@@ -225,28 +227,40 @@ class Tokenizer:
     def token_to_id(self, token: str) -> int | None:
         return self._backend.token_to_id(token)
 
-    def _placeholder(self, match: re.Match[str]) -> str:
-        return f"\ue000{self._nonce}:{self._special_texts[match[0]]}\ue001"
+    # Replacements of millions of special tokens are few objects.
 
-    def _original(self, match: re.Match[str]) -> str:
-        return str(self._backend.id_to_token(int(match[1])))
+    @cached_property
+    def _placeholders(self) -> Mapping[str, str]:
+        """What stands for each special token in a protected text."""
+        return self._named("\ue000", "\ue001")
 
-    def _alias(self, token_id: int) -> str:
-        return f"\ue002{self._nonce}:{token_id}\ue003"
+    @cached_property
+    def _originals(self) -> Mapping[str, str]:
+        return {placeholder: text for text, placeholder in self._placeholders.items()}
+
+    @cached_property
+    def _aliases(self) -> Mapping[str, str]:
+        """The names of special tokens in the renamed tokenizer."""
+        return self._named("\ue002", "\ue003")
+
+    def _named(self, begin: str, end: str) -> Mapping[str, str]:
+        return {
+            text: f"{begin}{self._nonce}{token_id}{end}"
+            for text, token_id in self._special_texts.items()
+        }
 
     @cached_property
     def _placeholder_pattern(self) -> re.Pattern[str]:
-        return re.compile(f"\ue000{self._nonce}:([0-9]+)\ue001")
+        return re.compile(f"\ue000{self._nonce}[0-9]+\ue001")
 
     @cached_property
     def _renamed_backend(self) -> tokenizers.Tokenizer:
         description = json.loads(self._backend.to_str())
-        names = {text: self._alias(token_id) for text, token_id in self._special_texts.items()}
         for token in description["added_tokens"]:
             if token["special"]:
-                token["content"] = names[token["content"]]
+                token["content"] = self._aliases[token["content"]]
                 token["normalized"] = False
-        _rename_in_model(description["model"], names)
+        _rename_in_model(description["model"], self._aliases)
         return tokenizers.Tokenizer.from_str(json.dumps(description))
 
 

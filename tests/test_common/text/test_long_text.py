@@ -1,12 +1,14 @@
 """A long text that is tokenised in pieces gets the same ids as the whole text."""
 
 import random
+import tracemalloc
 
 import pytest
 import tokenizers
 from tokenizers import processors
 
 from headrace_common.text import long_text
+from headrace_common.text.checkpoint import DEMO_MODEL
 from headrace_common.text.long_text import MOST_CHARS, NoCut
 from headrace_common.text.tokenizer import Tokenizer
 from headrace_testing.tokenizers import (
@@ -80,3 +82,18 @@ def test_a_word_of_unlimited_length_is_refused() -> None:
     tokenizer = Tokenizer(byte_level_tokenizer(), special_tokens={}, eos_token_ids=())
     with pytest.raises(NoCut, match="blanks"):
         tokenizer.encode("a" * (MOST_CHARS + 1))
+
+
+def test_special_tokens_that_a_user_writes_take_little_memory() -> None:
+    """At most 15 bytes for each character: what stands for them, and all ids, are few objects."""
+    tokenizer = Tokenizer.load(DEMO_MODEL)
+    text = "<|im_end|>" * 60_000
+    tokenizer.encode_protected(tokenizer.protect("<|im_end|>"))  # makes what is made once
+    tracemalloc.start()
+    try:
+        ids = tokenizer.encode_protected(tokenizer.protect(text))
+        _, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert tokenizer.decode(ids) == text
+    assert peak < 15 * len(text)
