@@ -49,6 +49,7 @@ from .http.app import AppDependencies, DurableStores, create_app
 from .http.server import GatewayServer, listen, server_config
 from .limits.allocator import give_back_memory
 from .limits.api_keys import KeyFile
+from .limits.work import prefer_event_loop
 from .models.discovery import Discovery
 from .models.loading import load_registered, load_static
 from .models.model_loads import counted
@@ -75,6 +76,7 @@ def main(arguments: list[str] | None = None) -> int:
     if settings is None:
         return EXIT_CONFIG
     give_back_memory()
+    prefer_event_loop()
     try:
         static = load_static(settings)
         gc.collect()
