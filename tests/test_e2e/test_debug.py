@@ -132,4 +132,4 @@ def test_a_wrong_method_and_a_wrong_port_are_reported(served: UpProcess, engine:
     assert httpx.get(f"{engine}/debug/profile").status_code == 405
     result = debug("steps", "--url", served.url)
     assert isinstance(result.exception, CliError)
-    assert "no engine's metrics port" in str(result.exception)
+    assert "not an engine's metrics port" in str(result.exception)
