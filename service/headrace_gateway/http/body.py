@@ -23,6 +23,10 @@ LINGER_BYTES = 64 * 2**20
 LINGER_SECONDS = 2.0
 JSON, FORM = "application/json", "multipart/form-data"
 UPLOAD_PATHS = frozenset({"/v1/files"})
+# The number of large bodies of which one turn of the event loop takes a chunk, and the bytes after
+# which a body is large. The other connections are not read meanwhile.
+CHUNKS_A_TURN = 2
+LARGE_BYTES = 256 * 1024
 # The key of the BufferedBody in a request's state.
 BUFFERED_BODY = "headrace.buffered_body"
 METHODS_WITH_BODY = frozenset({"POST", "PUT", "PATCH", "DELETE"})
@@ -46,6 +50,7 @@ class BodyLimit:
         self._max_upload_bytes = max_upload_bytes
         self._timeout = timeout
         self._bodies = BodyBuffers()
+        self._turns = asyncio.Semaphore(CHUNKS_A_TURN)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http" or scope["method"] not in METHODS_WITH_BODY:
@@ -69,7 +74,7 @@ class BodyLimit:
                 limit, media = self._max_upload_bytes, FORM
             _check_headers(scope, limit, media)
             async with asyncio.timeout(self._timeout):
-                body = await _read(receive, limit, buffered)
+                body = await self._read(receive, limit, buffered)
         except ApiError as error:
             buffered.drop()
             await _refuse(error, scope, receive, send)
@@ -82,6 +87,26 @@ class BodyLimit:
         except _Gone:
             return
         await self._app(scope, _replay(body, receive), send)
+
+    async def _read(self, receive: Receive, limit: int, buffered: BufferedBody) -> bytes:
+        body = bytearray()
+        while True:
+            message = await receive()
+            if message["type"] == "http.disconnect":
+                raise _Gone
+            chunk: bytes = message.get("body", b"")
+            if len(body) + len(chunk) > limit:
+                raise _too_large(limit)
+            buffered.add(len(chunk))
+            more = message.get("more_body", False)
+            if not more and not body:
+                return chunk
+            body += chunk
+            if not more:
+                return bytes(body)
+            if len(body) > LARGE_BYTES:
+                async with self._turns:
+                    await asyncio.sleep(0)
 
 
 def _check_headers(scope: Scope, limit: int, media: str) -> None:
@@ -106,24 +131,6 @@ def _check_headers(scope: Scope, limit: int, media: str) -> None:
         raise invalid("Content-Length must be a number.", code="invalid_content_length")
     if int(length[:19]) > limit:
         raise _too_large(limit)
-
-
-async def _read(receive: Receive, limit: int, buffered: BufferedBody) -> bytes:
-    body = bytearray()
-    while True:
-        message = await receive()
-        if message["type"] == "http.disconnect":
-            raise _Gone
-        chunk: bytes = message.get("body", b"")
-        if len(body) + len(chunk) > limit:
-            raise _too_large(limit)
-        buffered.add(len(chunk))
-        more = message.get("more_body", False)
-        if not more and not body:
-            return chunk
-        body += chunk
-        if not more:
-            return bytes(body)
 
 
 def _too_large(limit: int) -> ApiError:
