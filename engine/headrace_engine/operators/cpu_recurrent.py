@@ -59,7 +59,18 @@ class NativeGatedDelta:
         self._torch, self._convolution = TorchGatedDelta(weights), _Taps(weights.convolution)
         vectors = (-weights.a_log.exp(), weights.dt_bias, weights.norm)
         self._vectors = tuple(vector.float().contiguous() for vector in vectors)
-        self._struct: Delta | None = None
+        shape, (rates, dt_bias, norm) = weights.shape, self._vectors
+        self._struct = Delta(
+            convolution=self._convolution.struct,
+            rates=rates.data_ptr(),
+            dt_bias=dt_bias.data_ptr(),
+            norm=norm.data_ptr(),
+            key_heads=shape.key_heads,
+            value_heads=shape.value_heads,
+            key_dim=shape.key_dim,
+            value_dim=shape.value_dim,
+            epsilon=weights.eps,
+        )
 
     def __call__(
         self,
@@ -70,30 +81,13 @@ class NativeGatedDelta:
         layer: int,
         memory: StateMemory,
     ) -> torch.Tensor:
-        states = self._steps.states(mixed, layer, memory)
-        if states is None or self._convolution.size > LONGEST:
+        states = self._steps.states(mixed, self._convolution, layer, memory)
+        if states is None:
             return self._torch(mixed, gate, beta, decay, layer, memory)
         output = mixed.new_empty(len(mixed), self._torch.weights.shape.value_width)
         rows = (mixed, gate.flatten(1), beta, decay)
-        self._executor.gated_delta(self._described(), states, output, rows)
+        self._executor.gated_delta(self._struct, states, output, rows)
         return output
-
-    def _described(self) -> Delta:
-        if self._struct is None:
-            weights = self._torch.weights
-            shape, (rates, dt_bias, norm) = weights.shape, self._vectors
-            self._struct = Delta(
-                convolution=self._convolution.describe(),
-                rates=rates.data_ptr(),
-                dt_bias=dt_bias.data_ptr(),
-                norm=norm.data_ptr(),
-                key_heads=shape.key_heads,
-                value_heads=shape.value_heads,
-                key_dim=shape.key_dim,
-                value_dim=shape.value_dim,
-                epsilon=weights.eps,
-            )
-        return self._struct
 
 
 class NativeStateSpace:
@@ -105,7 +99,20 @@ class NativeStateSpace:
         self._norm = None if weights.norm is None else weights.norm.float()
         vectors = (-weights.a_log.exp(), weights.dt_bias, weights.skip)
         self._vectors = tuple(vector.float().contiguous() for vector in vectors)
-        self._struct: Mamba2 | None = None
+        shape, (rates, dt_bias, skip) = weights.shape, self._vectors
+        self._struct = Mamba2(
+            convolution=self._convolution.struct,
+            rates=rates.data_ptr(),
+            dt_bias=dt_bias.data_ptr(),
+            skip=skip.data_ptr(),
+            norm=pointer(self._norm),
+            heads=shape.heads,
+            head_dim=shape.head_dim,
+            groups=shape.groups,
+            state_size=shape.state_size,
+            norm_first=weights.norm_first,
+            epsilon=weights.eps,
+        )
 
     def __call__(
         self,
@@ -115,31 +122,12 @@ class NativeStateSpace:
         layer: int,
         memory: StateMemory,
     ) -> torch.Tensor:
-        states = self._steps.states(mixed, layer, memory)
-        if states is None or self._convolution.size > LONGEST:
+        states = self._steps.states(mixed, self._convolution, layer, memory)
+        if states is None:
             return self._torch(mixed, gate, steps, layer, memory)
         output = mixed.new_empty(len(mixed), self._torch.weights.shape.width)
-        self._executor.state_space(self._described(), states, output, (mixed, gate, steps))
+        self._executor.state_space(self._struct, states, output, (mixed, gate, steps))
         return output
-
-    def _described(self) -> Mamba2:
-        if self._struct is None:
-            weights = self._torch.weights
-            shape, (rates, dt_bias, skip) = weights.shape, self._vectors
-            self._struct = Mamba2(
-                convolution=self._convolution.describe(),
-                rates=rates.data_ptr(),
-                dt_bias=dt_bias.data_ptr(),
-                skip=skip.data_ptr(),
-                norm=pointer(self._norm),
-                heads=shape.heads,
-                head_dim=shape.head_dim,
-                groups=shape.groups,
-                state_size=shape.state_size,
-                norm_first=weights.norm_first,
-                epsilon=weights.eps,
-            )
-        return self._struct
 
 
 class NativeSelectiveScan:
@@ -151,6 +139,14 @@ class NativeSelectiveScan:
         padding = -weights.a_log.shape[1] % LANES
         self._rates = pad(-weights.a_log.float().exp(), (0, padding)).contiguous()
         self._skip = weights.skip.float().contiguous()
+        channels, state_size = weights.a_log.shape
+        self._struct = Mamba(
+            rates=self._rates.data_ptr(),
+            skip=self._skip.data_ptr(),
+            channels=channels,
+            state_size=state_size,
+            stride=state_size + padding,
+        )
 
     def __call__(
         self,
@@ -160,22 +156,13 @@ class NativeSelectiveScan:
         layer: int,
         memory: StateMemory,
     ) -> torch.Tensor:
-        states = self._steps.states(mixed, layer, memory)
-        if states is None or self._convolution.size > LONGEST:
+        states = self._steps.states(mixed, self._convolution, layer, memory)
+        if states is None:
             return self._torch(mixed, gate, select, layer, memory)
         values, output = mixed.new_empty(mixed.shape), mixed.new_empty(mixed.shape)
-        taps = self._convolution.describe()
-        self._executor.convolve(taps, states, values, (mixed,), silu=True)
+        self._executor.convolve(self._convolution.struct, states, values, (mixed,), silu=True)
         steps, b, c = select(values)
-        channels, stride = self._rates.shape
-        struct = Mamba(
-            rates=self._rates.data_ptr(),
-            skip=self._skip.data_ptr(),
-            channels=channels,
-            state_size=self._torch.weights.a_log.shape[1],
-            stride=stride,
-        )
-        self._executor.selective_scan(struct, states, output, (values, steps, gate, b, c))
+        self._executor.selective_scan(self._struct, states, output, (values, steps, gate, b, c))
         return output
 
 
@@ -194,30 +181,27 @@ class NativeShortConvolution:
         layer: int,
         memory: StateMemory,
     ) -> torch.Tensor:
-        states = self._steps.states(x, layer, memory)
-        if states is None or self._convolution.size > LONGEST:
+        states = self._steps.states(x, self._convolution, layer, memory)
+        if states is None:
             return self._torch(x, before, after, layer, memory)
         output = x.new_empty(x.shape)
-        self._executor.convolve(self._convolution.describe(), states, output, (x, before, after))
+        self._executor.convolve(self._convolution.struct, states, output, (x, before, after))
         return output
 
 
 class _Taps:
-    """The weights of a convolution as the kernels read them: float32 [K, C]."""
+    """The weights of a convolution as the kernels read them: float32 [K, C]. `struct` points into
+    them."""
 
     def __init__(self, convolution: Convolution) -> None:
         self._weight = convolution.weight.float().T.contiguous()
         self._bias = None if convolution.bias is None else convolution.bias.float()
-
-    @property
-    def size(self) -> int:
-        return len(self._weight)
-
-    def describe(self) -> ConvolutionStruct:
-        """Makes a structure that points into the tensors, which must outlive it."""
-        size, channels = self._weight.shape
-        return ConvolutionStruct(
-            weight=self._weight.data_ptr(), bias=pointer(self._bias), channels=channels, size=size
+        self.size, channels = self._weight.shape
+        self.struct = ConvolutionStruct(
+            weight=self._weight.data_ptr(),
+            bias=pointer(self._bias),
+            channels=channels,
+            size=self.size,
         )
 
 
@@ -257,10 +241,14 @@ class _Steps:
     def __init__(self) -> None:
         self._runs: _Runs | None = None
 
-    def states(self, x: torch.Tensor, layer: int, memory: StateMemory) -> States | None:
-        """The states of a layer whose rows are x; None if the kernels do not support them."""
+    def states(
+        self, x: torch.Tensor, convolution: _Taps, layer: int, memory: StateMemory
+    ) -> States | None:
+        """The states of a layer whose rows are x; None if the kernels do not support it."""
+        if x.dtype not in DTYPES or x.device.type != "cpu" or convolution.size > LONGEST:
+            return None
         cache = [part for part in memory.caches[memory.layout.place(layer)] if part.numel()]
-        if x.dtype not in DTYPES or x.device.type != "cpu" or len(cache) > PAGES:
+        if len(cache) > PAGES:
             return None
         if self._runs is None or self._runs.batch is not memory.batch:
             self._runs = _Runs.of(memory.batch)

@@ -7,6 +7,7 @@ their own.
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Protocol, runtime_checkable
 
 import torch
@@ -285,13 +286,9 @@ class TorchGatedDelta:
         weights = self.weights
         decays = -weights.a_log.exp() * F.softplus(decay.float() + weights.dt_bias)
         inputs = (mixed, decays, beta.sigmoid().float())
-        outputs = scan(layer, memory, inputs, self._advance).to(mixed.dtype)
+        advance = partial(advance_delta, weights.shape, weights.convolution)
+        outputs = scan(layer, memory, inputs, advance).to(mixed.dtype)
         return gated_norm(outputs, gate, weights.norm, weights.eps).flatten(1)
-
-    def _advance(
-        self, rows: tuple[torch.Tensor, ...], state: tuple[torch.Tensor, ...]
-    ) -> tuple[torch.Tensor, tuple[torch.Tensor, ...]]:
-        return advance_delta(self.weights.shape, self.weights.convolution, rows, state)
 
 
 def advance_delta(

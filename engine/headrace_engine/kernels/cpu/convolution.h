@@ -83,7 +83,7 @@ class Convolution {
     for (int64_t i = 0; i < count; ++i) {
       const int64_t token = end - count + i;
       rows[i] = token >= begin
-                    ? static_cast<const T*>(rows_.data) + token * rows_.stride
+                    ? at<T>(rows_, token)
                     : before_ + (sequence * past_ + past_ + token - begin) * shape_.channels;
     }
   }

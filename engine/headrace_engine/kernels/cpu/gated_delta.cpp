@@ -56,7 +56,7 @@ class GatedDelta {
         normalize(row + h * delta_.key_dim, 1 / std::sqrt(float(delta_.key_dim)));
         normalize(row + (delta_.key_heads + h) * delta_.key_dim, 1);
       }
-      weigh(t, at(beta, t), at(decay, t));
+      weigh(t, at<T>(beta, t), at<T>(decay, t));
     });
     const int64_t tiles = (delta_.value_dim + kTileColumns - 1) / kTileColumns;
     pool.run(sequences * (heads * tiles + 1), [&](int64_t item, int thread) {
@@ -70,16 +70,12 @@ class GatedDelta {
     each_row(pool, states_.tokens(), width, [&](int64_t t) {
       for (int64_t h = 0; h < heads; ++h)
         gate_head(output + t * width + h * delta_.value_dim, value(t, h),
-                  at(gate, t) + h * delta_.value_dim);
+                  at<T>(gate, t) + h * delta_.value_dim);
     });
     return true;
   }
 
  private:
-  static const T* at(const headrace_rows& rows, int64_t token) {
-    return static_cast<const T*>(rows.data) + token * rows.stride;
-  }
-
   bool allocate(Memory& memory, int threads) {
     const int64_t rows = states_.tokens() * delta_.convolution.channels;
     const int64_t factors = states_.tokens() * 2 * delta_.value_heads;
@@ -125,7 +121,7 @@ class GatedDelta {
   // Advances some columns of a head's state through a sequence's tokens.
   void advance(int64_t sequence, int64_t head, int64_t column, int thread) const {
     const int64_t rest = delta_.value_dim - column;
-    const Tile shape{delta_.key_dim, rest < kTileColumns ? rest : kTileColumns, delta_.value_dim,
+    const Tile shape{delta_.key_dim, smaller(rest, kTileColumns), delta_.value_dim,
                      kTileColumns};
     const int64_t first = head * delta_.key_dim * delta_.value_dim + column;
     const int64_t offset = states_.second() + first * int64_t(sizeof(float));

@@ -9,11 +9,6 @@ namespace {
 constexpr int64_t kChannels = 64;
 
 template <class T>
-const T* at(const headrace_rows& rows, int64_t token) {
-  return static_cast<const T*>(rows.data) + token * rows.stride;
-}
-
-template <class T>
 class SelectiveScan {
  public:
   SelectiveScan(const headrace_mamba& mamba, const States& states, const headrace_rows& values,
@@ -48,7 +43,7 @@ class SelectiveScan {
 
   void advance(int64_t sequence, int64_t channel, float* tile, T* output) const {
     const int64_t rest = mamba_.channels - channel, size = mamba_.state_size;
-    const Tile shape{rest < kChannels ? rest : kChannels, size, size, mamba_.stride};
+    const Tile shape{smaller(rest, kChannels), size, size, mamba_.stride};
     const int64_t offset = states_.second() + channel * size * int64_t(sizeof(float));
     states_.advance(shape, sequence, offset, tile, [&](int64_t begin, int64_t end) {
       for (int64_t t = begin; t < end; ++t)

@@ -34,7 +34,7 @@ class Mamba2 {
         std::memcpy(padded, row + width_ + g * size, size * sizeof(float));
         std::memset(padded + size, 0, (stride_ - size) * sizeof(float));
       }
-      weigh(t, at(steps, t));
+      weigh(t, at<T>(steps, t));
     });
     const int64_t tiles = (mamba_.head_dim + tile_rows_ - 1) / tile_rows_;
     pool.run(sequences * (mamba_.heads * tiles + 1), [&](int64_t item, int thread) {
@@ -45,16 +45,11 @@ class Mamba2 {
         advance(s, part / tiles, part % tiles * tile_rows_, thread);
     });
     each_row(pool, states_.tokens(), width_,
-             [&](int64_t t) { finish(output + t * width_, rows_ + t * channels, at(gate, t)); });
+             [&](int64_t t) { finish(output + t * width_, rows_ + t * channels, at<T>(gate, t)); });
     return true;
   }
 
  private:
-  static int64_t smaller(int64_t a, int64_t b) { return a < b ? a : b; }
-  static const T* at(const headrace_rows& rows, int64_t token) {
-    return static_cast<const T*>(rows.data) + token * rows.stride;
-  }
-
   bool allocate(Memory& memory, int threads) {
     const int64_t tokens = states_.tokens(), rows = tokens * mamba_.convolution.channels;
     const int64_t inputs = tokens * 2 * mamba_.groups * stride_;

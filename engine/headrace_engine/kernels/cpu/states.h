@@ -8,6 +8,12 @@
 
 namespace headrace {
 
+// A token's row.
+template <class T>
+const T* at(const headrace_rows& rows, int64_t token) {
+  return static_cast<const T*>(rows.data) + token * rows.stride;
+}
+
 // A place in one state.
 class Cursor {
  public:

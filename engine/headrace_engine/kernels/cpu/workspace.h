@@ -47,6 +47,7 @@ class Memory {
 
 inline int64_t padded(int64_t outputs) { return panels_of(outputs) * kPanel; }
 inline int64_t larger(int64_t a, int64_t b) { return a > b ? a : b; }
+inline int64_t smaller(int64_t a, int64_t b) { return a < b ? a : b; }
 
 // Calls body(row) for each row, on the pool if that is worthwhile.
 template <class Body>

@@ -86,6 +86,11 @@ class Family(ABC):
             # A multimodal config.json may contradict itself; the files are right.
             self.tied = HEAD not in stored
 
+    @property
+    def kv_shape(self) -> KVShape:
+        """The shape of a layer's KV."""
+        return KVShape(self.kv_heads, self.head_dim)
+
     def rope(self) -> RopeConfig | None:
         """The rotary embedding; None if there is none."""
         return read_rope(self.fields, self.architecture, self.head_dim, self.positions)
@@ -134,7 +139,7 @@ class Family(ABC):
             norm=norm,
             lm_head=tensors.linear({name if self.tied else "lm_head": self.vocab}, self.hidden),
             eps=self.eps,
-            kv_shapes=(KVShape(self.kv_heads, self.head_dim),) * attentions,
+            kv_shapes=(self.kv_shape,) * attentions,
             state_tensors=state_tensors,
             num_state_layers=states,
             embedding_scale=embedding_scale,

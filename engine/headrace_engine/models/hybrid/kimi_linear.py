@@ -1,7 +1,8 @@
 """Kimi Linear: Kimi Delta Attention, latent attention without positions, mixtures of experts."""
 
 from collections.abc import Collection
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch.nn import functional as F
@@ -76,6 +77,10 @@ class KimiLinear(Family):
         if any(name.endswith(".block_sparse_moe.gate_proj.weight") for name in stored):
             self._mlp_name = "block_sparse_moe"
 
+    @property
+    def kv_shape(self) -> KVShape:
+        return KVShape(1, self.latent.width, self.latent.rank)
+
     def rope(self) -> RopeConfig | None:
         return None
 
@@ -133,9 +138,7 @@ class KimiLinear(Family):
             blocks.append(ResidualPart(norm, FeedForwardLayer(make(tensors, parts, prefix))))
         norm = tensors.tensor(f"{self.prefix}norm.weight", self.hidden)
         state = (conv_state(self.delta.channels, self.window, parts.dtype), self.delta.state)
-        made = self.decoder(tensors, blocks, norm, attentions, states, state)
-        shape = KVShape(1, self.latent.width, self.latent.rank)
-        return replace(made, kv_shapes=(shape,) * attentions)
+        return self.decoder(tensors, blocks, norm, attentions, states, state)
 
     def _delta_attention(self, tensors: Tensors, prefix: str, index: int) -> "KimiDeltaLayer":
         shape, hidden, window = self.delta, self.hidden, self.window
@@ -249,15 +252,11 @@ class KimiDeltaLayer:
         raised = self.decay(x).float().view(len(x), *self.dt_bias.shape) + self.dt_bias
         decays = -self.a_log.exp() * F.softplus(raised)
         inputs = (self.qkv(x), decays, self.beta(x).sigmoid().float())
-        outputs = scan(self.index, step.memory, inputs, self._advance).to(x.dtype).float()
+        advance = partial(advance_delta, self.shape, self.convolution)
+        outputs = scan(self.index, step.memory, inputs, advance).to(x.dtype).float()
         normed = outputs * torch.rsqrt(outputs.pow(2).mean(-1, keepdim=True) + self.eps)
         gates = torch.sigmoid(self.gate(x).float()).view(normed.shape)
         return self.output((self.norm.float() * normed * gates).to(x.dtype).flatten(1))
-
-    def _advance(
-        self, rows: tuple[torch.Tensor, ...], state: tuple[torch.Tensor, ...]
-    ) -> tuple[torch.Tensor, tuple[torch.Tensor, ...]]:
-        return advance_delta(self.shape, self.convolution, rows, state)
 
 
 @dataclass(frozen=True, slots=True)
