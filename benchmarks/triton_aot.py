@@ -33,7 +33,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from compiled.hazards import hazards
+from compiled.hazards import READING_WEIGHTS, hazards
 from compiled.launches import candidate_launches, dependent_launches, model_launches
 from compiled.layers import ModelShape
 from compiled.loops import Loop, describe_loop, loops
@@ -201,7 +201,9 @@ def compile_launch(launch: KernelLaunch, capability: int, with_loops: bool) -> C
         in_flight=max((int(one, 0) for one in waits), default=0),
         loads=_loads(ptx),
         dependent="griddepcontrol" in ptx,
-        hazards=hazards(ptx, bool(launch.options.get("launch_pdl"))),
+        hazards=hazards(
+            ptx, bool(launch.options.get("launch_pdl")), launch.name in READING_WEIGHTS
+        ),
         loops=loops(binary.asm["cubin"], warps) if with_loops or spilled else [],
     )
 

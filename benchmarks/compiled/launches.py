@@ -178,6 +178,9 @@ def _tune_products(ops: triton_ops.TritonOps, x: torch.Tensor, shape: ModelShape
     assert isinstance(gates, tuned_linear.TunedLinear)
     for one in table.small_batch_candidates(shape.hidden, shape.qkv_width):
         qkv.small_batch(x, one)
+    if len(x) == 1:
+        for vector in table.vector_candidates(shape.hidden, shape.dtype.itemsize):
+            qkv.small_batch(x, vector)
     for one in table.silu_candidates(shape.hidden, shape.inner):
         gates.small_batch_silu(x, one)
 
@@ -301,6 +304,8 @@ def _tune_float8(
         for tuned in products.shapes:
             for one in tuned.candidates:
                 layer.small_batch(x, one)
+            for vector in tuned.vector_candidates if rows == 1 else ():
+                layer.small_batch(x, vector)
 
 
 def _mix(capability: tuple[int, int], shape: ModelShape, experts: ExpertsConfig) -> None:

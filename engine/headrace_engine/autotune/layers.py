@@ -6,12 +6,14 @@ from typing import Concatenate, ParamSpec, Protocol, TypeVar
 
 import torch
 
-from ..kernels.triton.launch import SmallBatchLaunch
+from ..kernels.triton.launch import SmallBatchLaunch, VectorLaunch
 from .autotuner import Run
 
 # A measurement reads at least this number of bytes, if the layers have them: several times the
 # last-level cache.
 ROTATED_BYTES = 256 << 20
+# Ends the name of a choice among this project's kernels alone.
+OWN = ", own"
 
 
 class HasWeightBytes(Protocol):
@@ -44,6 +46,10 @@ def run_all(
 
 def tile_name(launch: SmallBatchLaunch) -> str:
     return f"{launch.columns}x{launch.depth}, {parts_name(launch)}"
+
+
+def vector_name(launch: VectorLaunch) -> str:
+    return f"vector {launch.columns}x{launch.depth}, warps {launch.warps}"
 
 
 def parts_name(launch: SmallBatchLaunch) -> str:

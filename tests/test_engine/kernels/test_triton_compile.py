@@ -30,13 +30,14 @@ NOT_OVERLAPPING = {
 SINGLE = {"lora_expand_kernel", "expert_expand_kernel"}
 KERNELS = PRODUCTS | {
     "store_kernel", "rotate_kernel", "merge_kernel", "rms_norm_kernel", "silu_mul_kernel",
-    "stage_kernel", "sample_kernel", "lora_expand_kernel",
+    "stage_kernel", "sample_kernel", "lora_expand_kernel", "vector_product_kernel",
 }  # fmt: skip
 # The kernels of a run: products, and others besides KERNELS.
 MORE = {
     "Hopper": (
         {"grouped_kernel", "expert_shrink_kernel", "packed_linear_kernel", "grouped_packed_kernel"},
         {"route_kernel", "place_kernel", "mix_kernel", "dequantize_packed_kernel"}
+        | {"packed_vector_kernel"}
         | {"expert_gather_kernel", "expert_activate_kernel", "expert_expand_kernel"},
     ),
     "Ada, fp8": ({"small_batch_float8_kernel"}, {"round_rows_kernel"}),

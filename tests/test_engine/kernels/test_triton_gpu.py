@@ -4,6 +4,7 @@ a CUDA device: `pytest -m gpu -rs`.
 """
 
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
@@ -16,9 +17,10 @@ from headrace_engine.kernels.triton.launch import (
     AttentionLaunches,
     silu_candidates,
     small_batch_candidates,
+    vector_candidates,
 )
 from headrace_engine.operators.triton import TritonOps
-from headrace_engine.operators.tuned_linear import TunedLinear
+from headrace_engine.operators.tuned_linear import FewRowsLaunch, TunedLinear
 from headrace_testing.model_attention import BOUNDS, SHAPES, model_output, model_scene
 
 pytestmark = [
@@ -65,20 +67,23 @@ def test_every_candidate_of_a_product(inputs: int, outputs: int, dtype: torch.dt
     for rows in (1, 7, 16, 33, 64):
         x = torch.randn(rows, inputs, device=CUDA).to(dtype)
         exact = x.float() @ weight.float().T
-        products = [(linear.small_batch, one) for one in small_batch_candidates(inputs, outputs)]
-        gated = [(linear.small_batch_silu, one) for one in silu_candidates(inputs, outputs // 2)]
-        for compute, launch in [*products, *gated]:
+        products: list[FewRowsLaunch] = [*small_batch_candidates(inputs, outputs)]
+        products += vector_candidates(inputs, 2) if rows == 1 else []
+        runs = [partial(linear.small_batch, launch=one) for one in products]
+        gated = [
+            partial(linear.small_batch_silu, launch=one)
+            for one in silu_candidates(inputs, outputs // 2)
+        ]
+        for compute in (*runs, *gated):
             try:
-                found = compute(x, launch)
+                found = compute(x)
             except OutOfResources:
                 continue  # as the autotuner does on devices before Hopper
             gate, up = exact.chunk(2, dim=-1)
-            expected = (
-                exact if compute == linear.small_batch else torch.nn.functional.silu(gate) * up
-            )
+            expected = exact if compute in runs else torch.nn.functional.silu(gate) * up
             error = (found.float() - expected).norm() / expected.norm()
-            assert error < 1e-2, (rows, launch)
-            assert all(torch.equal(compute(x, launch), found) for _ in range(5)), (rows, launch)
+            assert error < 1e-2, (rows, compute)
+            assert all(torch.equal(compute(x), found) for _ in range(5)), (rows, compute)
 
 
 @pytest.mark.parametrize("name", SHAPES)

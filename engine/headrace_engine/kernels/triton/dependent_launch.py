@@ -15,6 +15,9 @@ ALONE, DEPENDENT, EARLY = 0, 1, 2
 PREFETCH_MULTIPLE = 256
 MOST_PREFETCHED = 16 << 20
 
+# Steps of a product with packed weights.
+STEPS_AHEAD = (1, 2, 4)
+
 # Triton takes both as options and constants of a launch.
 Options = dict[str, int]
 
@@ -32,11 +35,13 @@ class DependentLaunch:
 
 @dataclass(frozen=True, slots=True)
 class StepLaunch:
-    """How kernels overlap (None: not at all), and whether norms are fused into the products around
-    them, if the model supports it."""
+    """How kernels overlap (None: not at all), whether norms are fused into the products around
+    them, if the model supports it, and whether all products of few rows are this project's kernels:
+    those of cuBLAS do not overlap."""
 
     overlap: DependentLaunch | None = None
     fused_norms: bool = False
+    own_products: bool = False
 
 
 PLAIN_STEP = StepLaunch()
@@ -76,6 +81,10 @@ class DependentLaunches:
         return self._step.fused_norms
 
     @property
+    def own_products(self) -> bool:
+        return self._step.own_products
+
+    @property
     def _now(self) -> DependentLaunch | None:
         return self._step.overlap
 
@@ -105,6 +114,16 @@ class DependentLaunches:
         rounded = -(-wanted // PREFETCH_MULTIPLE) * PREFETCH_MULTIPLE
         size = min(rounded, row_bytes // PREFETCH_MULTIPLE * PREFETCH_MULTIPLE)
         return size if rows * size <= MOST_PREFETCHED else 0
+
+    def prefetched_steps(self, step_bytes: int) -> int:
+        """The number of steps, a power of two or 0, whose weights all programs of a product with
+        packed weights prefetch; together they read `step_bytes` in a step."""
+        if self._now is None or not self._now.prefetch:
+            return 0
+        fitting = (
+            one for one in STEPS_AHEAD if one * step_bytes <= max(self._now.prefetch, step_bytes)
+        )
+        return max(fitting) if step_bytes <= MOST_PREFETCHED else 0
 
 
 def _options(how: int) -> Options:

@@ -247,6 +247,16 @@ class SmallBatchLaunch:
     stages: int
 
 
+@dataclass(frozen=True, slots=True)
+class VectorLaunch:
+    """Outputs of a program that multiplies one row without tensor cores, and the inputs that it
+    reads at once."""
+
+    columns: int
+    depth: int
+    warps: int
+
+
 # cuBLAS computes products of more rows. Launches are chosen for up to each of these numbers.
 ROW_BOUNDS = (1, 8, 16, 32, 64)
 SMALL_BATCH_TILES = (
@@ -264,6 +274,25 @@ FLOAT8_TILES = (
 )
 # Launches for two matrices at a time.
 SILU_TILES = (SmallBatchLaunch(32, 128, 1, 4, 4), SmallBatchLaunch(64, 64, 1, 4, 5))
+# Launches for one row, for weights of two bytes and of one.
+VECTOR_TILES = {
+    2: (
+        VectorLaunch(8, 1024, 4),
+        VectorLaunch(4, 1024, 4),
+        VectorLaunch(4, 2048, 4),
+        VectorLaunch(16, 512, 4),
+        VectorLaunch(8, 512, 4),
+        VectorLaunch(8, 2048, 8),
+    ),
+    1: (
+        VectorLaunch(8, 2048, 4),
+        VectorLaunch(8, 1024, 4),
+        VectorLaunch(4, 2048, 4),
+        VectorLaunch(16, 1024, 4),
+        VectorLaunch(4, 1024, 2),
+        VectorLaunch(16, 2048, 8),
+    ),
+}
 SPLITS = (1, 2, 4, 8)
 # With fewer programs, multiprocessors are idle; with more, inputs are not split further.
 FEWEST_PROGRAMS, MOST_PROGRAMS = 96, 1024
@@ -273,6 +302,11 @@ def small_batch_candidates(inputs: int, outputs: int) -> list[SmallBatchLaunch]:
     """Launches that may be the fastest for a weight [outputs, inputs]; none if no kernel supports
     it."""
     return [one for tile in SMALL_BATCH_TILES for one in _cut(tile, inputs, outputs)]
+
+
+def vector_candidates(inputs: int, element_bytes: int) -> list[VectorLaunch]:
+    """Launches that may be the fastest for one row, for weights of 1 or 2 bytes an element."""
+    return [tile for tile in VECTOR_TILES[element_bytes] if inputs % tile.depth == 0]
 
 
 def float8_candidates(inputs: int, outputs: int, group: int) -> list[SmallBatchLaunch]:
