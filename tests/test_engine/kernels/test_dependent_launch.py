@@ -238,8 +238,8 @@ def test_whole_steps_may_multiply_by_this_projects_kernels_alone(
     monkeypatch.setattr(steps, "FEWER_CANDIDATES", (steps.ONE_BY_ONE,))
     ops = runner._placed.ops
     assert isinstance(ops, TritonOps)
-    for shape, tuned in ops.products.shapes.items():
-        tuned.own[ROW_BOUNDS.index(8)] = SmallBatchLaunch(64, shape.inputs, 1, 4, 3)
+    for tuned in ops.products.shapes.values():
+        tuned.own[ROW_BOUNDS.index(8)] = SmallBatchLaunch(64, 32, 1, 4, 3)
     config = engine_config(Path(runner._config.model), max_num_seqs=3)
     chooser = Autotuner(LastWins(), budget=1e9)
     measure(runner, config, 1, chooser)
