@@ -500,3 +500,23 @@ def row_warps(width: int) -> int:
 
 def _key(major: int, element_bytes: int, head_dim: int) -> tuple[bool, bool, int]:
     return major >= HOPPER, element_bytes == 4, max(64, power_of_two(head_dim))
+
+
+@dataclass(frozen=True, slots=True)
+class RecurrentLaunch:
+    """The tokens of a chunk, the columns of a state that one program advances through chunks, the
+    warps of a program, and the stages of its load pipeline."""
+
+    tokens: int
+    columns: int
+    warps: int
+    stages: int
+
+
+# By whether elements have 4 bytes.
+RECURRENT = {False: RecurrentLaunch(64, 32, 4, 2), True: RecurrentLaunch(32, 32, 4, 1)}
+
+
+def recurrent_launch(element_bytes: int) -> RecurrentLaunch:
+    """The launch of chunks of a recurrent layer, for elements of 2 or 4 bytes."""
+    return RECURRENT[element_bytes == 4]
