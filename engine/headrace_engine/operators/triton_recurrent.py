@@ -28,13 +28,20 @@ from ..kernels.triton.launch import (
     dot_precision,
     power_of_two,
     recurrent_launch,
+    row_warps,
     tile_extent,
+)
+from ..kernels.triton.state_space import (
+    selective_scan_kernel,
+    space_gate_kernel,
+    state_space_kernel,
 )
 from .recurrent import (
     Convolution,
     DeltaWeights,
     Mamba2Weights,
     MambaWeights,
+    Selection,
     TorchGatedDelta,
     TorchSelectiveScan,
     TorchShortConvolution,
@@ -64,11 +71,11 @@ class TritonRecurrences:
     def gated_delta(self, weights: DeltaWeights) -> "TritonGatedDelta":
         return TritonGatedDelta(weights, self._steps)
 
-    def state_space(self, weights: Mamba2Weights) -> TorchStateSpace:
-        return TorchStateSpace(weights)
+    def state_space(self, weights: Mamba2Weights) -> "TritonStateSpace":
+        return TritonStateSpace(weights, self._steps)
 
-    def selective_scan(self, weights: MambaWeights) -> TorchSelectiveScan:
-        return TorchSelectiveScan(weights)
+    def selective_scan(self, weights: MambaWeights) -> "TritonSelectiveScan":
+        return TritonSelectiveScan(weights, self._steps)
 
     def short_convolution(self, convolution: Convolution) -> "TritonShortConvolution":
         return TritonShortConvolution(convolution, self._steps)
@@ -128,6 +135,7 @@ class TritonGatedDelta:
         tokens, heads = len(mixed), shape.value_heads
         changes = mixed.new_empty(tokens, heads, shape.value_dim)
         lookups = mixed.new_empty(tokens, heads, shape.key_dim)
+        scales = mixed.new_empty(tokens, 2 * shape.key_heads, dtype=torch.float32)
         vectors = (self._rates, weights.dt_bias)
         launch, precision = step.launch, dot_precision(mixed.element_size())
         heads_of = {
@@ -140,13 +148,13 @@ class TritonGatedDelta:
             "EXACT": precision,
         }
         delta_chunk_kernel[(len(table.chunks[0]), heads)](
-            changes, lookups, convolved, beta, decay, *vectors, *table.chunks[1:],
+            changes, lookups, scales, convolved, beta, decay, *vectors, *table.chunks[1:],
             beta.stride(0), decay.stride(0), VALUES=tile_extent(shape.value_dim),
             **heads_of, **step.options, num_warps=launch.warps, num_stages=1,
         )  # fmt: skip
         columns = min(launch.columns, tile_extent(shape.value_dim))
         delta_states_kernel[(len(table.long), heads, -(-shape.value_dim // columns))](
-            changes, lookups, convolved, decay, *vectors,
+            changes, lookups, scales, convolved, decay, *vectors,
             *step.matrix.tensors, *step.places, *table.writes, table.long,
             decay.stride(0), step.stride, COLUMNS=columns, **heads_of, **step.constants,
             **step.options, num_warps=launch.warps, num_stages=launch.stages,
@@ -156,6 +164,102 @@ class TritonGatedDelta:
             HEADS=heads, VALUE_DIM=shape.value_dim, VALUES=power_of_two(shape.value_dim),
             TOKENS=TILE, **step.options, num_warps=4,
         )  # fmt: skip
+
+
+class TritonStateSpace:
+    """A Mamba-2 layer between its products, through Triton."""
+
+    def __init__(self, weights: Mamba2Weights, steps: "_Steps") -> None:
+        self._torch, self._steps = TorchStateSpace(weights), steps
+        self._vectors = (-weights.a_log.float().exp().contiguous(), weights.dt_bias, weights.skip)
+        self._taps = _Taps.of(weights.convolution)
+
+    def __call__(
+        self,
+        mixed: torch.Tensor,
+        gate: torch.Tensor,
+        steps: torch.Tensor,
+        layer: int,
+        memory: StateMemory,
+    ) -> torch.Tensor:
+        shape = self._torch.weights.shape
+        step = self._steps.step(mixed, self._taps, layer, memory)
+        if step is None or max(shape.head_dim, shape.state_size) > WIDEST:
+            return self._torch(mixed, gate, steps, layer, memory)
+        rows, steps = step.convolve_all(mixed, self._taps, silu=True), _dense(steps)
+        found = mixed.new_empty(len(mixed), shape.width)
+        if len(step.table.short):
+            self._advance(found, rows, steps, step, step.table.short, 1)
+        if len(step.table.long):
+            self._advance(found, rows, steps, step, step.table.long, step.launch.tokens)
+        return self._gated(found, _dense(gate), step)
+
+    def _advance(
+        self,
+        found: torch.Tensor,
+        rows: torch.Tensor,
+        steps: torch.Tensor,
+        step: "_Step",
+        sequences: torch.Tensor,
+        tokens: int,
+    ) -> None:
+        """Advances sequences by `tokens` tokens at a time."""
+        shape, launch = self._torch.weights.shape, step.launch
+        dim = min(launch.columns, tile_extent(shape.head_dim))
+        state_space_kernel[(len(sequences), shape.heads, -(-shape.head_dim // dim))](
+            found, rows, steps, *self._vectors, *step.matrix.tensors, *step.places,
+            *step.table.writes, sequences, steps.stride(0), step.stride,
+            HEADS=shape.heads, HEAD_DIM=shape.head_dim, GROUPS=shape.groups,
+            STATE=shape.state_size, DIM=dim, INNER=tile_extent(shape.state_size), TOKENS=tokens,
+            EXACT=dot_precision(rows.element_size()), **step.constants,
+            **step.options, num_warps=launch.warps, num_stages=launch.stages,
+        )  # fmt: skip
+
+    def _gated(self, found: torch.Tensor, gate: torch.Tensor, step: "_Step") -> torch.Tensor:
+        weights, output = self._torch.weights, torch.empty_like(found)
+        groups, width = weights.shape.groups, weights.shape.width // weights.shape.groups
+        space_gate_kernel[(len(found), groups)](
+            output, found, gate, weights.norm, gate.stride(0), weights.eps,
+            GROUPS=groups, WIDTH=width, BLOCK=power_of_two(width),
+            NORM=weights.norm is not None, NORM_FIRST=weights.norm_first,
+            **step.options, num_warps=row_warps(width),
+        )  # fmt: skip
+        return output
+
+
+class TritonSelectiveScan:
+    """A Mamba layer between its outer products, through Triton."""
+
+    def __init__(self, weights: MambaWeights, steps: "_Steps") -> None:
+        self._torch, self._steps = TorchSelectiveScan(weights), steps
+        self._rates = -weights.a_log.float().exp().contiguous()
+        self._taps = _Taps.of(weights.convolution)
+
+    def __call__(
+        self,
+        mixed: torch.Tensor,
+        gate: torch.Tensor,
+        select: Selection,
+        layer: int,
+        memory: StateMemory,
+    ) -> torch.Tensor:
+        channels, state_size = self._rates.shape
+        step = self._steps.step(mixed, self._taps, layer, memory)
+        if step is None or state_size > WIDEST:
+            return self._torch(mixed, gate, select, layer, memory)
+        values = step.convolve_all(mixed, self._taps, silu=True)
+        rows = (values, *map(_dense, (gate, *select(values))))
+        output, table = mixed.new_empty(mixed.shape), step.table
+        inner = power_of_two(state_size)
+        block = min(power_of_two(channels), max(1, WARP_ELEMENTS // inner))
+        selective_scan_kernel[(len(table.all), -(-channels // block))](
+            output, *rows, self._rates, self._torch.weights.skip,
+            *step.matrix.tensors, *step.places, *table.writes,
+            *[part.stride(0) for part in rows], step.stride,
+            CHANNELS=channels, STATE=state_size, BLOCK=block, INNER=inner,
+            **step.constants, **step.options, num_warps=1,
+        )  # fmt: skip
+        return output
 
 
 class TritonShortConvolution:
