@@ -152,7 +152,8 @@ def _tune_attention(device: tuple[int, int], shape: ModelShape) -> None:
         backend.attend(queries(shape, shape.tokens), cache, prefill_metadata(shape), params)
     for sequences in table.DECODE_BOUNDS:
         first = backend.decode_launch(shape.dtype.itemsize, shape.head_dim, sequences)
-        for one in (*table.part_candidates(first), *table.tile_candidates(first)):
+        parts, merges = table.part_candidates(first), table.merge_candidates(first)
+        for one in (*parts, *merges, *table.tile_candidates(first)):
             backend.use(table.AttentionLaunches(decodes=((sequences, one),)))
             metadata = decode_metadata(sequences, shape.context)
             backend.attend(queries(shape, sequences), cache, metadata, params)

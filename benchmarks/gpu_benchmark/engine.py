@@ -154,6 +154,8 @@ class Bench:
             self.engine.step()
         if (running := len(list(self.engine.running()))) != batch:
             raise RuntimeError(f"{running} sequences decode, not {batch}")
+        gc.collect()  # what a profile left
+        gc.freeze()
 
     def _prefilling(self) -> bool:
         return any(len(one.token_ids) <= one.prompt_length for one in self.engine.running())

@@ -37,7 +37,6 @@ MORE = {
     "Hopper": (
         {"grouped_kernel", "expert_shrink_kernel", "packed_linear_kernel", "grouped_packed_kernel"},
         {"route_kernel", "place_kernel", "mix_kernel", "dequantize_packed_kernel"}
-        | {"packed_vector_kernel"}
         | {"expert_gather_kernel", "expert_activate_kernel", "expert_expand_kernel"},
     ),
     "Ada, fp8": ({"small_batch_float8_kernel"}, {"round_rows_kernel"}),

@@ -371,17 +371,16 @@ def prefill_candidates(first: Launch) -> list[Launch]:
 
 
 def part_candidates(first: DecodeLaunch) -> list[DecodeLaunch]:
-    """Candidates for decodes; `first` is the table's launch.
-
-    The others have other parts, or merge within the kernel.
-    """
+    """Candidates for decodes; `first` is the table's launch. The others have other parts."""
     keys = first.tile.keys
     parts = [first.part * factor for factor in (1, 2, 4)] + [max(keys, first.part // 2)]
-    return [
-        DecodeLaunch(first.tile, part, merges)
-        for part in dict.fromkeys(parts)
-        for merges in (False, True)
-    ]
+    return [replace(first, part=part) for part in dict.fromkeys(parts)]
+
+
+def merge_candidates(first: DecodeLaunch) -> list[DecodeLaunch]:
+    """Candidates for decodes; `first` is the best launch so far. The other merges its parts within
+    the kernel, which must pay: with few parts both are equally fast, with one more they are not."""
+    return [first, replace(first, merges=True)]
 
 
 def tile_candidates(first: DecodeLaunch) -> list[DecodeLaunch]:
