@@ -27,6 +27,8 @@ COMPILED = (
     "test_triton_deterministic.py",
     "test_expert_adapters.py",
     "test_fused_norm.py",
+    "test_triton_recurrent.py",
+    "test_hybrid_triton.py",
 )
 INI = """[pytest]
 addopts = --import-mode=importlib -p no:cacheprovider -rs -v
