@@ -10,7 +10,7 @@ from ..kernels.triton.launch import ROW_BOUNDS
 from ..operators.tuned_float8 import Float8Linear, Float8Products, Float8Shape
 from ..operators.tuned_linear import FewRowsLaunch
 from .autotuner import Autotuner
-from .layers import OWN, dtype_name, enough_layers, read_bytes, run_all, tile_name, vector_name
+from .layers import dtype_name, enough_layers, read_bytes, run_all, tile_name, vector_name
 
 AS_MANY = "as for many rows"
 # Rounding rows to 8 bits, with 4 bits of precision, causes errors of 2 to 3 %; unrounded rows are
@@ -32,17 +32,13 @@ def tune_float8(tuner: Autotuner, products: Float8Products, rows: int, like: tor
         named: dict[str, FewRowsLaunch] = {tile_name(one): one for one in shape.candidates}
         if rows == 1:
             named |= {vector_name(one): one for one in shape.vector_candidates}
-        runs = {
+        runs = {AS_MANY: run_all(layers, _many, x)} if shape.scaled else {}
+        runs |= {
             name: run_all(layers, Float8Linear.small_batch, x, one) for name, one in named.items()
         }
-        every = {AS_MANY: run_all(layers, _many, x), **runs} if shape.scaled else runs
         what = f"product {_name_of(shape)}, rows {rows}, {dtype_name(like.dtype)}"
-        chosen = tuner.choose(what, every, read_bytes(layers), tolerance=TOLERANCE)
-        place = ROW_BOUNDS.index(rows)
-        tuned.chosen[place] = named.get(chosen)
-        if tuned.chosen[place] is None:
-            own = tuner.choose(f"{what}{OWN}", runs, read_bytes(layers))
-            tuned.own[place] = named[own]
+        chosen = tuner.choose(what, runs, read_bytes(layers), tolerance=TOLERANCE)
+        tuned.chosen[ROW_BOUNDS.index(rows)] = named.get(chosen)
 
 
 def _many(layer: Float8Linear, x: torch.Tensor) -> torch.Tensor:

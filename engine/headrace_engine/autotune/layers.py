@@ -12,8 +12,6 @@ from .autotuner import Run
 # A measurement reads at least this number of bytes, if the layers have them: several times the
 # last-level cache.
 ROTATED_BYTES = 256 << 20
-# Ends the name of a choice among this project's kernels alone.
-OWN = ", own"
 
 
 class HasWeightBytes(Protocol):

@@ -16,7 +16,7 @@ from ..operators.tuned_linear import (
     TunedShape,
 )
 from .autotuner import Autotuner
-from .layers import OWN, dtype_name, enough_layers, read_bytes, run_all, tile_name, vector_name
+from .layers import dtype_name, enough_layers, read_bytes, run_all, tile_name, vector_name
 
 # Names in the table of measured kernels. "apart": the activation is a kernel of its own.
 CUBLAS, APART = "cuBLAS", "apart"
@@ -43,7 +43,7 @@ def tune_products(tuner: Autotuner, products: Products, rows: int, device: torch
         every = {CUBLAS: run_all(layers, TunedLinear.dense, x), **runs}
         tuned.chosen[place] = named.get(tuner.choose(what, every, read_bytes(layers)))
         if tuned.chosen[place] is None and named:
-            own = tuner.choose(f"{what}{OWN}", runs, read_bytes(layers))
+            own = tuner.choose(f"{what}, own", runs, read_bytes(layers))
             tuned.own[place] = named[own]
         if tuned.gated:
             _tune_silu(tuner, what, shape, tuned, x)

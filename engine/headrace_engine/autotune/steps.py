@@ -36,16 +36,14 @@ ONE_BY_ONE = "one by one"
 CANDIDATES: dict[str, DependentLaunch | None] = {
     ONE_BY_ONE: None,
     "dependent": DependentLaunch(),
-    "dependent, 4 MiB ahead": DependentLaunch(4 * MIB),
     "dependent, 8 MiB ahead": DependentLaunch(8 * MIB),
-    "dependent, 16 MiB ahead": DependentLaunch(16 * MIB),
     "early": DependentLaunch(0, early=True),
     "early, 8 MiB ahead": DependentLaunch(8 * MIB, early=True),
     "dependent, 8 MiB ahead by lines": DependentLaunch(8 * MIB, lines=True),
     "early, 8 MiB ahead by lines": DependentLaunch(8 * MIB, early=True, lines=True),
 }
 # The overlaps that are measured with other kernels too, besides the fastest one without.
-FEWER_CANDIDATES = (ONE_BY_ONE, "dependent", "dependent, 8 MiB ahead", "early, 8 MiB ahead")
+FEWER_CANDIDATES = (ONE_BY_ONE, "dependent", "early, 8 MiB ahead")
 OWN_PRODUCTS, FUSED_NORMS = StepLaunch(own_products=True), StepLaunch(fused_norms=True)
 # The names of these steps, and of those without what distinguishes them.
 NAMES = {
@@ -147,9 +145,7 @@ class StepBenchmark:
     def has_own_products(self) -> bool:
         """Whether another kernel than this project's was chosen for some product of few rows."""
         place = bisect_left(ROW_BOUNDS, self._rows)
-        own = [one.own[place] for one in self.ops.products.shapes.values()]
-        own += [one.own[place] for one in self.ops.float8.shapes.values()]
-        return any(one is not None for one in own)
+        return any(one.own[place] is not None for one in self.ops.products.shapes.values())
 
     @property
     def name(self) -> str:

@@ -103,9 +103,7 @@ class TritonGatedDelta:
             self._advance_chunks(output, rows, step)
         return output
 
-    def _advance(
-        self, output: torch.Tensor, rows: tuple[torch.Tensor, ...], step: "_Step"
-    ) -> None:
+    def _advance(self, output: torch.Tensor, rows: tuple[torch.Tensor, ...], step: "_Step") -> None:
         weights, shape, table = self._torch.weights, self._torch.weights.shape, step.table
         keys, values = power_of_two(shape.key_dim), power_of_two(shape.value_dim)
         gated_delta_kernel[(len(table.short), shape.key_heads)](
@@ -400,4 +398,3 @@ def _dense(rows: torch.Tensor) -> torch.Tensor:
 
 def _warps(elements: int) -> int:
     return min(8, max(1, elements // WARP_ELEMENTS))
-

@@ -2,6 +2,7 @@
 while it multiplies, if `autotune` measured it to be faster or if no other kernel supports the
 shape; otherwise `float8_linear` computes."""
 
+from bisect import bisect_left
 from dataclasses import dataclass, replace
 
 import torch
@@ -114,8 +115,7 @@ class Float8Linear:
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         rows = x.numel() // x.shape[-1]
         few = 0 < rows <= ROW_BOUNDS[-1] and x.dtype in HALVES
-        own = self._dependent_launches.own_products
-        launch = self._tuned.launch(rows, own) if few else None
+        launch = self._tuned.chosen[bisect_left(ROW_BOUNDS, rows)] if few else None
         return self.many(x) if launch is None else self.small_batch(x, launch)
 
     def small_batch(self, x: torch.Tensor, launch: FewRowsLaunch) -> torch.Tensor:

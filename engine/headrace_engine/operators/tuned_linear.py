@@ -69,23 +69,18 @@ def none_chosen() -> Choices:
 
 @dataclass(slots=True)
 class TunedLayers(Generic[Layer]):
-    """All layers of one shape and their measured launches: the fastest, and the fastest of this
-    project's kernels."""
+    """All layers of one shape and their measured launches."""
 
     layers: list[Layer] = field(default_factory=list)
     chosen: Choices = field(default_factory=none_chosen)
-    own: Choices = field(default_factory=none_chosen)
-
-    def launch(self, rows: int, own_products: bool) -> FewRowsLaunch | None:
-        """The launch for up to ROW_BOUNDS[-1] rows; None: the default one."""
-        place = bisect_left(ROW_BOUNDS, rows)
-        return (self.own[place] if own_products else None) or self.chosen[place]
 
 
 @dataclass(slots=True)
 class TunedShape(TunedLayers["TunedLinear"]):
-    """Dense layers; `silu` are the launches of those with the activation of a gated MLP."""
+    """Dense layers. `own` are the fastest launches of this project's kernels, where cuBLAS is
+    faster; `silu` are those of layers with the activation of a gated MLP."""
 
+    own: Choices = field(default_factory=none_chosen)
     silu: list[SmallBatchLaunch | None] = field(default_factory=lambda: [None] * len(ROW_BOUNDS))
     gated: bool = False
 
@@ -138,7 +133,8 @@ class TunedLinear:
         rows = x.numel() // x.shape[-1]
         if rows > ROW_BOUNDS[-1] or x.dtype is not self._weight.dtype:
             return self.dense(x)
-        launch = self._tuned.launch(rows, self._dependent_launches.own_products)
+        place, own = bisect_left(ROW_BOUNDS, rows), self._dependent_launches.own_products
+        launch = (self._tuned.own[place] if own else None) or self._tuned.chosen[place]
         return self.dense(x) if launch is None else self.small_batch(x, launch)
 
     def activated(self, x: torch.Tensor) -> torch.Tensor:

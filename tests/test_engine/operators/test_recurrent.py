@@ -30,6 +30,7 @@ ROUNDED_BEFORE = 1e-2
 DECODES = tuple(Run(1) for _ in range(5))
 TORCH = recurrences_of(TorchOps())
 
+
 # `make test-cpus` runs those between the best and the oldest.
 @pytest.fixture(params=dict.fromkeys((chosen_sets()[0], chosen_sets()[-1])))
 def native(request: pytest.FixtureRequest) -> Iterator[Recurrences]:

@@ -2,8 +2,6 @@
 snapshots; token by token and in chunks.
 """
 
-from dataclasses import replace
-
 import pytest
 import torch
 
@@ -14,10 +12,8 @@ from headrace_engine.operators.triton import TritonOps
 from headrace_engine.operators.triton_recurrent import TritonRecurrences
 from headrace_testing.recurrent_parts import SCENES, Scene
 from headrace_testing.recurrent_scenes import (
-    LAYER,
     RAGGED,
     Run,
-    chunked,
     copied,
     make_memory,
     written,

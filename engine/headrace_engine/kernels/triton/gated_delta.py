@@ -349,16 +349,12 @@ def delta_states_kernel(
             narrow = change.to(kind)
             scores = tl.dot(query.to(kind), tl.trans(key.to(kind)), input_precision=EXACT)
             scores = (scores * lower_factors(sums, rank)).to(kind)
-            found = tl.dot(
-                (query * tl.exp(sums)[:, None]).to(kind), known, input_precision=EXACT
-            )
+            found = tl.dot((query * tl.exp(sums)[:, None]).to(kind), known, input_precision=EXACT)
             found = tl.dot(scores, narrow, found, input_precision=EXACT)
             tl.store(own, found, mask=mask)
             last = tl.min(sums, 0)
             scaled = (key * tl.exp(last - sums)[:, None]).to(kind)
-            state = tl.dot(
-                tl.trans(scaled), narrow, state * tl.exp(last), input_precision=EXACT
-            )
+            state = tl.dot(tl.trans(scaled), narrow, state * tl.exp(last), input_precision=EXACT)
         target = targets + tl.load(write_rows + write).to(tl.int64) * stride
         if tl.load(target) >= 0:
             places = matrix_places(

@@ -278,19 +278,13 @@ SILU_TILES = (SmallBatchLaunch(32, 128, 1, 4, 4), SmallBatchLaunch(64, 64, 1, 4,
 VECTOR_TILES = {
     2: (
         VectorLaunch(8, 1024, 4),
-        VectorLaunch(4, 1024, 4),
         VectorLaunch(4, 2048, 4),
-        VectorLaunch(16, 512, 4),
-        VectorLaunch(8, 512, 4),
         VectorLaunch(8, 2048, 8),
     ),
     1: (
-        VectorLaunch(8, 2048, 4),
         VectorLaunch(8, 1024, 4),
         VectorLaunch(4, 2048, 4),
-        VectorLaunch(16, 1024, 4),
         VectorLaunch(4, 1024, 2),
-        VectorLaunch(16, 2048, 8),
     ),
 }
 SPLITS = (1, 2, 4, 8)
