@@ -154,6 +154,66 @@ def change_config(folder: Path, **changes: Any) -> None:
     file.write_text(json.dumps({**json.loads(file.read_text()), **changes}))
 
 
+@dataclass
+class HybridMTPReference(MTPReference):
+    """A model of transformers whose last layer, with attention, is the head's; its norms multiply
+    by 1 + weight."""
+
+    def _states(self, ids: list[int]) -> torch.Tensor:
+        inner = self.model.model
+        layers = inner.layers
+        inner.layers = layers[:-1]
+        try:
+            states: torch.Tensor = inner(torch.tensor([ids]), use_cache=False).last_hidden_state[0]
+        finally:
+            inner.layers = layers
+        return states
+
+    def propose(self, ids: list[int], count: int) -> list[int]:
+        with torch.inference_mode():
+            states, following = self.states(ids[:-1]), ids[1:]
+            for _ in range(count):
+                token = self.model.model.embed_tokens(torch.tensor(following))
+                pair = (
+                    self._norm(token, "pre_fc_norm_embedding"),
+                    self._norm(states, "pre_fc_norm_hidden"),
+                )
+                row = F.linear(torch.cat(pair, dim=-1), self.own["fc.weight"])
+                made = self._norm(self._layer(self.model.model.layers[-1], row[None])[0], "norm")
+                states = torch.cat((states, made[-1:]))
+                following = [*following, int(self.model.lm_head(made[-1]).argmax())]
+        return following[-count:]
+
+    def _norm(self, x: torch.Tensor, name: str) -> torch.Tensor:
+        return rms_norm(x, 1 + self.own[f"{name}.weight"], self._eps)
+
+
+def save_hybrid_mtp(folder: Path, name: str) -> HybridMTPReference:
+    """Saves a random Qwen checkpoint with three recurrent layers, one with attention, and one that
+    predicts further tokens."""
+    types = ["linear_attention"] * 3 + ["full_attention"] * 2
+    model = make_model(name, num_hidden_layers=5, layer_types=types)
+    with torch.random.fork_rng():
+        torch.manual_seed(7)
+        hidden = model.config.hidden_size
+        own = {
+            f"{norm}.weight": 0.1 * torch.randn(hidden)
+            for norm in ("pre_fc_norm_embedding", "pre_fc_norm_hidden", "norm")
+        }
+        own["fc.weight"] = torch.randn(hidden, 2 * hidden) / hidden**0.5
+    model.save_pretrained(folder, save_original_format=True)
+    file, prefix = folder / "model.safetensors", "layers.4."
+    stored = {}
+    for stored_name, tensor in load_file(file).items():
+        before, found, after = stored_name.partition(prefix)
+        stored[f"mtp.layers.0.{after}" if found else before] = tensor
+    stored |= {f"mtp.{own_name}": tensor for own_name, tensor in own.items()}
+    save_file(stored, file, metadata={"format": "pt"})
+    change_config(folder, num_hidden_layers=4, layer_types=types[:4])
+    make_tokenizer().save(str(folder / "tokenizer.json"))
+    return HybridMTPReference(model, own)
+
+
 # The layers of a target of four that a head reads.
 TAPS = (1, 2, 3)
 

@@ -22,6 +22,7 @@ from headrace_testing.draft_heads import (
     MTPReference,
     change_config,
     save_eagle3,
+    save_hybrid_mtp,
     save_mtp,
     save_perfect_mtp,
 )
@@ -32,6 +33,7 @@ CheckpointMaker = Callable[[str], Path]
 HeadMaker = Callable[[str], tuple[Path, MTPReference]]
 Found = dict[tuple[str, int], Output]
 FAMILIES = ("glm4-moe", "deepseek-v3")
+HYBRID = ("qwen3_5", "qwen3_5-moe", "qwen3-next")
 
 
 @pytest.fixture(scope="module")
@@ -359,3 +361,35 @@ def test_an_eagle3_head_is_no_draft_model(eagle_target: Path, tmp_path: Path) ->
     config = SpeculativeConfig(method="draft_model", model=str(tmp_path))
     with pytest.raises(ConfigError, match="set speculative_config.method eagle3"):
         engine_of(eagle_target, config)
+
+
+@pytest.mark.parametrize("name", HYBRID)
+@pytest.mark.parametrize("backend", ["reference", "cpu"])
+def test_a_head_follows_a_model_with_recurrent_states(
+    name: str, backend: str, tmp_path: Path
+) -> None:
+    """Rejected drafts set states back, and their tokens are computed again like a prompt."""
+    reference = save_hybrid_mtp(tmp_path, name)
+    options = {"attention_backend": backend, "max_num_batched_tokens": 24}
+    expected, _ = decode(tmp_path, None, mixed_requests(), **options)
+    engine = engine_of(tmp_path, mtp(), **options)
+    proposer = recorded(engine)
+    assert tokens_of(run(engine, mixed_requests())) == tokens_of(expected)
+    assert acceptance(engine) < 0.5
+    proposer.proposals.clear()
+    params = SamplingParams(temperature=0.0, max_tokens=10, ignore_eos=True)
+    run(engine, [make_request(f"s{n}", range(80, 91 + 7 * n), params) for n in range(2)])
+    assert len(proposer.proposals) > 5
+    reference.check(proposer.proposals)
+
+
+def test_a_recurrent_model_without_a_head_is_refused_by_name(
+    checkpoint: CheckpointMaker, eagle_target: Path, tmp_path: Path
+) -> None:
+    with pytest.raises(ConfigError, match="method mtp does not support Mamba2ForCausalLM"):
+        engine_of(checkpoint("mamba2"), mtp())
+    with pytest.raises(ConfigError, match="no tensor mtp.fc.weight"):
+        engine_of(checkpoint("qwen3_5"), mtp())
+    save_eagle3(tmp_path, eagle_target)
+    with pytest.raises(ConfigError, match="method eagle3 does not support Qwen3_5"):
+        engine_of(checkpoint("qwen3_5"), eagle3(tmp_path))

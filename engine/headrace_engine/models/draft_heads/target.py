@@ -7,6 +7,7 @@ from dataclasses import replace
 import torch
 
 from ...core.attention_backend import LayerCache
+from ...core.recurrent_state import StateTensor
 from ..base import CausalModel, ForwardBatch
 
 # Makes logits of normed hidden states.
@@ -47,3 +48,21 @@ class HeadTarget:
 
     def recording(self, max_model_len: int, *, keep: bool) -> AbstractContextManager[None]:
         return nullcontext()
+
+
+class RecurrentHeadTarget(HeadTarget):
+    """A target with layers that have a state for each sequence."""
+
+    def __init__(
+        self,
+        part: CausalModel,
+        to_logits: ToLogits,
+        vocab_size: int,
+        hidden_size: int,
+        dtype: torch.dtype,
+        *,
+        state_tensors: tuple[StateTensor, ...],
+        num_state_layers: int,
+    ) -> None:
+        super().__init__(part, to_logits, vocab_size, hidden_size, dtype)
+        self.state_tensors, self.num_state_layers = state_tensors, num_state_layers
