@@ -67,12 +67,16 @@ class MTPReference:
 
     def _head(self, ids: list[int], states: torch.Tensor) -> torch.Tensor:
         token = self.model.model.embed_tokens(torch.tensor(ids))
+        row = F.linear(self._pair(token, states), self.own["eh_proj.weight"])
+        return self._layer(self.model.model.layers[-1], row[None])[0]
+
+    def _pair(self, token: torch.Tensor, states: torch.Tensor) -> torch.Tensor:
+        """What the projection reads."""
         pair = (
             rms_norm(token, self.own["enorm.weight"], self._eps),
             rms_norm(states, self.own["hnorm.weight"], self._eps),
         )
-        row = F.linear(torch.cat(pair, dim=-1), self.own["eh_proj.weight"])
-        return self._layer(self.model.model.layers[-1], row[None])[0]
+        return torch.cat(pair, dim=-1)
 
     def _logits(self, row: torch.Tensor) -> torch.Tensor:
         normed = rms_norm(row, self.own["shared_head.norm.weight"], self._eps)
@@ -152,6 +156,54 @@ def add_tensors(folder: Path, tensors: Tensors) -> None:
 def change_config(folder: Path, **changes: Any) -> None:
     file = folder / "config.json"
     file.write_text(json.dumps({**json.loads(file.read_text()), **changes}))
+
+
+class MiMoReference(MTPReference):
+    """MiMo's layer reads the state before the target's last norm, and before the embedding."""
+
+    def _states(self, ids: list[int]) -> torch.Tensor:
+        inner = self.model.model
+        x = inner.embed_tokens(torch.tensor([ids]))
+        for layer in inner.layers[:-1]:
+            x = self._layer(layer, x)
+        first: torch.Tensor = x[0]
+        return first
+
+    def _pair(self, token: torch.Tensor, states: torch.Tensor) -> torch.Tensor:
+        first, second = super()._pair(token, states).chunk(2, dim=-1)
+        return torch.cat((second, first), dim=-1)
+
+    def next_token(self, ids: list[int]) -> int:
+        """The target's greedy token after `ids`."""
+        with torch.inference_mode():
+            normed = rms_norm(self._states(ids)[-1], self.model.model.norm.weight, self._eps)
+            return int(self.model.lm_head(normed).argmax())
+
+
+def save_mimo(folder: Path) -> MiMoReference:
+    """Saves a random checkpoint of MiMo, whose decoder is that of Qwen2."""
+    made = save_mtp(folder, "qwen2")
+    reference = MiMoReference(made.model, made.own)
+    renamed = {
+        "enorm": "token_layernorm",
+        "hnorm": "hidden_layernorm",
+        "eh_proj": "input_proj",
+        "shared_head.norm": "final_layernorm",
+    }
+    file, stored = folder / "model.safetensors", {}
+    for name, tensor in load_file(file).items():
+        before, found, after = name.partition("model.layers.3.")
+        own = renamed.get(after.removesuffix(".weight"))
+        if own is not None:
+            after = f"{own}.weight"
+        if "shared_head.head" not in after and "embed_tokens" not in after:
+            stored[f"model.mtp_layers.0.{after}" if found else before] = tensor
+    save_file(stored, file, metadata={"format": "pt"})
+    code = {"AutoModelForCausalLM": "modeling_mimo.MiMoForCausalLM"}
+    types = ["full_attention"] * 3
+    change_config(folder, architectures=["MiMoForCausalLM"], model_type="mimo")
+    change_config(folder, layer_types=types, auto_map=code)
+    return reference
 
 
 @dataclass

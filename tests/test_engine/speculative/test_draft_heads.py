@@ -23,6 +23,7 @@ from headrace_testing.draft_heads import (
     change_config,
     save_eagle3,
     save_hybrid_mtp,
+    save_mimo,
     save_mtp,
     save_perfect_mtp,
 )
@@ -393,3 +394,22 @@ def test_a_recurrent_model_without_a_head_is_refused_by_name(
     save_eagle3(tmp_path, eagle_target)
     with pytest.raises(ConfigError, match="method eagle3 does not support Qwen3_5"):
         engine_of(checkpoint("qwen3_5"), eagle3(tmp_path))
+
+
+@pytest.mark.parametrize("backend", ["reference", "cpu"])
+def test_mimos_head_reads_states_before_the_last_norm(backend: str, tmp_path: Path) -> None:
+    reference = save_mimo(tmp_path)
+    options = {"attention_backend": backend, "max_num_batched_tokens": 9}
+    params = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)
+    requests = [make_request(f"r{n}", range(30, 41 + 7 * n), params) for n in range(2)]
+    expected, _ = decode(tmp_path, None, requests, **options)
+    engine = engine_of(tmp_path, mtp(), **options)
+    proposer = recorded(engine)
+    found = run(engine, requests)
+    assert tokens_of(found) == tokens_of(expected)
+    ids = list(range(30, 41))
+    for token in found["r0", 0].token_ids:
+        assert token == reference.next_token(ids)
+        ids.append(token)
+    assert len(proposer.proposals) > 10
+    reference.check(proposer.proposals)

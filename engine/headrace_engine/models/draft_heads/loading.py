@@ -31,6 +31,8 @@ from .target import HeadTarget
 HEAD = "lm_head.weight"
 NORM = "model.norm.weight"
 LAYER = "model.layers.0."
+# The name of the target's last norm, while NORM is that of the layer.
+TARGET_NORM = "target_norm.weight"
 # Tensors of an EAGLE-3 head.
 PROJECTION, INPUT_NORM, HIDDEN_NORM = "fc.weight", "input_norm.weight", "hidden_norm.weight"
 D2T = "d2t"
@@ -97,6 +99,7 @@ def load_mtp(
         layers.norm(f"{names.embedding_norm}.weight"),
         layers.norm(f"{names.hidden_norm}.weight"),
         linears.make((f"{names.projection}.weight",)),
+        reader.read(TARGET_NORM) if names.before_norm else None,
     )
     positions = PositionTables(own, source.length, source.device)
     head = MTPHead(own, weights, beside, names, positions, source.ops, source.attention)
@@ -237,10 +240,14 @@ class _MTPPaths:
                 found[own_name] = (own.vocab_size, hidden)
         found[f"{names.embedding_norm}.weight"] = found[f"{names.hidden_norm}.weight"] = (hidden,)
         found[f"{names.projection}.weight"] = (hidden, 2 * hidden)
+        if names.before_norm:
+            found[TARGET_NORM] = (hidden,)
         return found
 
     def _renamed(self, name: str) -> str:
         names, prefix = self._names, self._prefix
+        if name == TARGET_NORM:
+            return NORM
         if name == NORM:
             return f"{prefix}{names.norm}.weight"
         if name.startswith(LAYER):

@@ -30,7 +30,8 @@ class MTPNames:
     `prefix` is the layer's, where {} stands for the number of the decoder's layers. `norm`,
     `embedding_norm`, `hidden_norm` and `projection` are below it. With `hidden_first` the
     projection reads the hidden state before the embedding. A further draft reads the layer's
-    result, or with `follows_norm` that of its last norm.
+    result, or with `follows_norm` that of its last norm. With `before_norm` it reads the target's
+    state before that one's last norm.
     """
 
     prefix: str = "model.layers.{}."
@@ -42,13 +43,24 @@ class MTPNames:
     projection: str = "eh_proj"
     hidden_first: bool = False
     follows_norm: bool = False
+    before_norm: bool = False
 
 
 DEEPSEEK = MTPNames()
+MIMO = MTPNames(
+    prefix="model.mtp_layers.0.",
+    norm="final_layernorm",
+    embedding_norm="token_layernorm",
+    hidden_norm="hidden_layernorm",
+    projection="input_proj",
+    hidden_first=True,
+    before_norm=True,
+)
 FAMILIES: dict[str, MTPNames] = {
     "DeepseekV3ForCausalLM": DEEPSEEK,
     "Glm4MoeForCausalLM": DEEPSEEK,
     "Glm4MoeLiteForCausalLM": DEEPSEEK,
+    "MiMoForCausalLM": MIMO,
 }
 
 
@@ -116,11 +128,13 @@ class HeadDecoder(Decoder):
 
 @dataclass(frozen=True, slots=True)
 class MTPWeights:
-    """The weights beside those of the layer itself."""
+    """The weights beside those of the layer itself. `target_norm` is the target's last norm, if the
+    layer reads the states before it."""
 
     embedding_norm: torch.Tensor
     hidden_norm: torch.Tensor
     projection: Linear
+    target_norm: torch.Tensor | None = None
 
 
 class MTPHead:
@@ -139,9 +153,18 @@ class MTPHead:
         self._decoder = HeadDecoder(config, weights, positions, ops, attention)
         self._own, self._names = own, names
         self.kv_shapes = self._decoder.kv_shapes
+        self._inverse: torch.Tensor | None = None
+        if own.target_norm is not None:
+            # Where the weight is 0, nothing of the state is left.
+            weight = own.target_norm.float()
+            self._inverse = weight.reciprocal().masked_fill(weight == 0, 0.0)
 
     def combine(self, states: torch.Tensor) -> torch.Tensor:
-        return states
+        """Without the last norm's weights a state is that before the norm but for its length, which
+        `hidden_norm` does not see."""
+        if self._inverse is None:
+            return states
+        return (states.float() * self._inverse).to(states.dtype)
 
     def forward(
         self, batch: ForwardBatch, hidden: torch.Tensor, caches: Sequence[LayerCache]
