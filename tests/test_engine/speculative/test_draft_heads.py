@@ -9,12 +9,16 @@ from typing import Any
 import pytest
 
 from headrace_common.sampling.params import SamplingParams
+from headrace_engine import attention
 from headrace_engine.core.errors import CheckpointError, ConfigError
 from headrace_engine.core.request import EngineRequest, Sequence
 from headrace_engine.core.speculative_config import SpeculativeConfig
 from headrace_engine.core.step_plan import Drafts
+from headrace_engine.cuda_graphs import mixed_steps
+from headrace_engine.cuda_graphs.cuda_graphs import CaptureSizes
 from headrace_engine.engine.engine import Engine
 from headrace_engine.model_runner.model_runner import ModelRunner
+from headrace_engine.models.draft_heads.target import HeadTarget
 from headrace_engine.speculative.head_proposer import HeadProposer
 from headrace_testing.checkpoints import save_checkpoint
 from headrace_testing.draft_heads import (
@@ -29,6 +33,7 @@ from headrace_testing.draft_heads import (
 )
 from headrace_testing.engines import Output, engine_config, run
 from headrace_testing.engines import request as make_request
+from headrace_testing.recorded_steps import CountedReference, Replays
 
 CheckpointMaker = Callable[[str], Path]
 HeadMaker = Callable[[str], tuple[Path, MTPReference]]
@@ -412,4 +417,41 @@ def test_mimos_head_reads_states_before_the_last_norm(backend: str, tmp_path: Pa
         assert token == reference.next_token(ids)
         ids.append(token)
     assert len(proposer.proposals) > 10
+    reference.check(proposer.proposals)
+
+
+@pytest.mark.parametrize("method", ["mtp", "eagle3"])
+def test_steps_that_check_drafts_are_recorded(
+    method: str,
+    heads: HeadMaker,
+    eagle_target: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """On a CPU, with a stand-in that runs a step again where a graph would be replayed."""
+    monkeypatch.setattr(mixed_steps, "TOKENS_STEP", 8)
+    if method == "mtp":
+        folder, reference = heads("glm4-moe")
+        head = mtp()
+    else:
+        folder, reference = eagle_target, save_eagle3(tmp_path, eagle_target)
+        head = eagle3(tmp_path)
+    options = {"max_num_seqs": 4, "max_num_batched_tokens": 24, "max_model_len": 64}
+    expected, _ = decode(folder, None, mixed_requests(), **options)
+    monkeypatch.setattr(attention, "select", lambda *_: CountedReference())
+    config = engine_config(folder, speculative_config=head, **options)
+    runner = ModelRunner(config)
+    target, replays = runner.model, Replays()
+    assert isinstance(target, HeadTarget) and runner.draft_head is not None
+    made = replace(runner._recorder, model=target.part, every_row=True)
+    sizes = CaptureSizes((4,), (64,))
+    graphs = made.record(sizes, made.static_batch(), replays, made.mixed_batch())
+    runner.model = runner.draft_head.target = target.with_part(graphs)
+    engine = Engine(config, runner)
+    proposer = recorded(engine)
+    assert tokens_of(run(engine, mixed_requests())) == tokens_of(expected)
+    assert len([rows for rows in replays.used if rows > 4]) > 10, "decodes with drafts"
+    proposer.proposals.clear()
+    params = SamplingParams(temperature=0.0, max_tokens=10, ignore_eos=True)
+    run(engine, [make_request("last", range(80, 91), params)])
     reference.check(proposer.proposals)
