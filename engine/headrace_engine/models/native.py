@@ -21,7 +21,14 @@ from .decoder.positions import PositionTables
 from .determinism import check_deterministic
 from .draft_heads.base import HeadOptions
 from .draft_heads.eagle3 import EagleConfig
-from .draft_heads.loading import HeadSource, check_mtp, load_eagle3, load_mtp
+from .draft_heads.loading import (
+    HeadSource,
+    check_mtp,
+    fused_target,
+    load_eagle3,
+    load_mtp,
+    tapped_target,
+)
 from .hidden_states import HEAD, HiddenStateReader, HiddenStates, without_head
 from .layout import TensorLayout
 from .linear.linear_maker import NO_INT8, QuantizedOps, computes_natively
@@ -71,13 +78,29 @@ def load(checkpoint: Checkpoint, options: LoadOptions) -> LoadedModel:
             files = (checkpoint, options.dtype, options.device, layout.locate, progress, stored)
             quantizes = _quantizes(options, eight)
             parts = HeadSource(*files, options.ops, options.attention, quantizes, length)
-            if head.method == "eagle3":
-                weights = read_weights(config, WeightReader(*source), options.ops, quantizes)
-                target, made = load_eagle3(config, weights, parts, head)
-            else:
-                states = HiddenStateReader(*source, config)
+            states = HiddenStateReader(*source, config)
+            if head.checkpoint is None:
                 bare = _make(without_head(config), states, options, length, eight)
                 target, made = load_mtp(config, bare, parts)
+            else:
+                taps = EagleConfig.of(head.checkpoint, config).taps
+                if isinstance(options.ops, NativeOps) and _is_fused(config, options):
+                    fused = FusedDecoder(
+                        without_head(config),
+                        states,
+                        PositionTables(config, length, options.device),
+                        options.ops,
+                        options.attention,
+                        eight,
+                        taps,
+                    )
+                    tapped = fused_target(config, fused, parts)
+                else:
+                    weights = read_weights(config, WeightReader(*source), options.ops, quantizes)
+                    tapped = tapped_target(config, weights, parts, taps)
+                target, made = load_eagle3(
+                    config, tapped, parts, head.checkpoint, head.quantization
+                )
             return LoadedModel(target, length, config.windows, config.chunked, made)
         if not options.hidden_states:
             reader = _random_reader(options, cuts, stored) if dummy else WeightReader(*source)

@@ -430,6 +430,7 @@ def test_steps_that_check_drafts_are_recorded(
 ) -> None:
     """On a CPU, with a stand-in that runs a step again where a graph would be replayed."""
     monkeypatch.setattr(mixed_steps, "TOKENS_STEP", 8)
+    reference: MTPReference | EagleReference
     if method == "mtp":
         folder, reference = heads("glm4-moe")
         head = mtp()

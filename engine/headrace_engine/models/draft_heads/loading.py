@@ -18,12 +18,19 @@ from ..base import CausalModel
 from ..decoder.decoder import Decoder, finish_logits
 from ..decoder.decoder_tensors import expected_tensors
 from ..decoder.decoder_weights import DecoderWeights, make_layer_reader
+from ..decoder.fused import FusedDecoder
 from ..decoder.positions import PositionTables
 from ..layout import Piece
-from ..linear.linear_maker import NO_INT8, LinearMaker, QuantizedOps, computes_natively
+from ..linear.linear_maker import (
+    NO_INT8,
+    LinearMaker,
+    NativeLinear,
+    QuantizedOps,
+    computes_natively,
+)
 from ..quantization.base import QuantizedFormat
 from ..weights.weights import EMBEDDING, WeightReader
-from .base import DraftHead, HeadOptions
+from .base import DraftHead
 from .eagle3 import TAPS, EagleConfig, EagleHead, EagleWeights, TappedDecoder
 from .mtp import MTPHead, MTPNames, MTPWeights, head_config, mtp_names
 from .target import HeadTarget
@@ -106,23 +113,55 @@ def load_mtp(
     return make_target(config, body, shared, source.dtype), head
 
 
+@dataclass(frozen=True, slots=True)
+class TappedTarget:
+    """A decoder that returns hidden states beside those before some of its layers; its embedding,
+    and its output matrix."""
+
+    body: CausalModel
+    embedding: torch.Tensor
+    head: Linear
+
+
+def tapped_target(
+    config: ModelConfig, weights: DecoderWeights, source: HeadSource, taps: tuple[int, ...]
+) -> TappedTarget:
+    """A decoder of `weights`, computed layer by layer."""
+    tables = PositionTables(config, source.length, source.device)
+    body = TappedDecoder(config, weights, tables, source.ops, source.attention, taps=taps)
+    return TappedTarget(body, weights.embedding, weights.lm_head)
+
+
+def fused_target(config: ModelConfig, body: FusedDecoder, source: HeadSource) -> TappedTarget:
+    """A decoder that native kernels compute, whose own output matrix is the identity."""
+    head = EMBEDDING if config.tie_word_embeddings else HEAD
+    reader = source.reader(source.locate)
+    shape = (config.vocab_size, config.hidden_size)
+    reader.check({EMBEDDING: shape, head: shape}, ignored=("model.", HEAD))
+    linears = LinearMaker(reader, source.ops, source.quantize)
+    return TappedTarget(body, reader.view(EMBEDDING), linears.make((head,)))
+
+
 def load_eagle3(
-    config: ModelConfig, weights: DecoderWeights, source: HeadSource, head: HeadOptions
+    config: ModelConfig,
+    tapped: TappedTarget,
+    source: HeadSource,
+    checkpoint: Checkpoint,
+    quantization: str,
 ) -> tuple[HeadTarget, DraftHead]:
-    """A decoder of `weights` as a target, with a head from a checkpoint of its own. Raises
-    ConfigError or CheckpointError."""
-    assert head.checkpoint is not None, "the head has its own checkpoint"
-    folder, dtype, device = head.checkpoint.folder, source.dtype, source.device
-    found, stored = EagleConfig.of(head.checkpoint, config), scan(folder)
+    """A decoder as a target, with a head from a checkpoint of its own. Raises ConfigError or
+    CheckpointError."""
+    folder, dtype, device = checkpoint.folder, source.dtype, source.device
+    found, stored = EagleConfig.of(checkpoint, config), scan(folder)
     expected = _eagle_tensors(found)
     if _eagle_piece(EMBEDDING).stored not in stored:
         del expected[EMBEDDING]
     reader = WeightReader(folder, dtype, device, _eagle_piece, source.progress)
     reader.check(expected, ignored=(D2T, "t2d", "verifier_norm.weight", "verifier_lm_head.weight"))
     native = computes_natively(source.ops, dtype) or isinstance(source.ops, QuantizedOps)
-    if head.quantization == "int8" and not native:
+    if quantization == "int8" and not native:
         raise ConfigError(NO_INT8)
-    linears = LinearMaker(reader, source.ops, head.quantization == "int8")
+    linears = LinearMaker(reader, source.ops, quantization == "int8")
     layers = make_layer_reader(found.layer, reader, linears, source.ops)
     own = EagleWeights(
         input_norm=layers.norm(INPUT_NORM) if found.norm_before_fc else None,
@@ -131,16 +170,14 @@ def load_eagle3(
         token_ids=_token_ids(folder, stored, found, device),
     )
     layer = DecoderWeights(
-        embedding=_embedding(reader, weights.embedding),
+        embedding=_embedding(reader, tapped.embedding),
         layers=[layers.layer(0)],
         norm=layers.norm(NORM),
         lm_head=linears.make((HEAD,)),
     )
     positions = PositionTables(found.layer, source.length, device)
     made = EagleHead(found, layer, own, positions, source.ops, source.attention)
-    tables = PositionTables(config, source.length, device)
-    body = TappedDecoder(config, weights, tables, source.ops, source.attention, taps=found.taps)
-    return make_target(config, body, weights.lm_head, dtype), made
+    return make_target(config, tapped.body, tapped.head, dtype), made
 
 
 def make_target(
@@ -148,8 +185,12 @@ def make_target(
 ) -> HeadTarget:
     """The target whose decoder `body` returns hidden states and whose output matrix is `head`."""
 
+    # The native call returns logits in float32; so does the same product alone.
+    whole = isinstance(body, FusedDecoder) and isinstance(head, NativeLinear)
+    product = head.product if whole and isinstance(head, NativeLinear) else head
+
     def to_logits(normed: torch.Tensor) -> torch.Tensor:
-        return finish_logits(config, head(normed))
+        return finish_logits(config, product(normed))
 
     return HeadTarget(body, to_logits, config.vocab_size, config.hidden_size, dtype)
 
