@@ -36,10 +36,10 @@ def gpu_arithmetic() -> Iterator[None]:
     """Kernels in Triton's interpreter give the same bits on every CPU, and start sooner."""
     with pytest.MonkeyPatch.context() as patch:
         if find_spec("triton"):  # which torch supports on Linux only
-            from headrace_testing.triton_interpreter import correct_arithmetic, patch_language_once
+            from headrace_testing.triton_interpreter import correct_arithmetic, save_work
 
             correct_arithmetic(patch)
-            patch_language_once(patch)
+            save_work(patch)
         yield
 
 

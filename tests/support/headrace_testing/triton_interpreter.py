@@ -4,11 +4,12 @@ whose sums have one order, and less work for each launch.
 The interpreter represents bfloat16 numbers by integers, rounds towards zero where GPUs round to the
 nearest, and would multiply the integers. It multiplies tiles with the BLAS of the host: on some
 CPUs the bits of a row then depend on the number of rows, whatever the kernel does. It replaces the
-functions of Triton's language for each launch and for each call of a device function, which takes
-more than a third of the time of most tests.
+functions of Triton's language for each launch and for each call of a device function, and looks for
+overflows of integers that it does not report. Both take more than half of the time of most tests.
 """
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import cache
 from typing import Any
 
@@ -36,9 +37,9 @@ def correct_arithmetic(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Builder, "cast_impl", cast)
 
 
-def patch_language_once(patch: pytest.MonkeyPatch) -> None:
-    """Makes the interpreter replace the language's functions when a kernel first needs them. They
-    stay replaced."""
+def save_work(patch: pytest.MonkeyPatch) -> None:
+    """Makes the interpreter replace the language's functions when a kernel first needs them; they
+    stay replaced. Conditions that only `debug` would check are not computed."""
     patch_lang = interpreter._patch_lang
     patched: set[Any] = set()
 
@@ -50,6 +51,9 @@ def patch_language_once(patch: pytest.MonkeyPatch) -> None:
 
     patch.setattr(interpreter, "_patch_lang", patch_new)
     patch.setattr(interpreter, "_get_np_dtype", _numpy_dtypes(interpreter._get_np_dtype))
+    builder = interpreter.interpreter_builder
+    checked = builder.options.debug
+    patch.setattr(builder, "options", replace(builder.options, sanitize_overflow=checked))
 
 
 def _numpy_dtypes(find: Callable[[Any], Any]) -> Callable[[Any], Any]:
