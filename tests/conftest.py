@@ -19,7 +19,7 @@ gc.disable()
 
 if "PYTEST_XDIST_WORKER" in os.environ:
     # Workers share the cores: torch's threads would wait for each other most of the time. Set here,
-    # as folders' conftest.py files import torch before any hook runs.
+    # before anything imports torch.
     os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 

@@ -12,7 +12,6 @@ import pytest
 from headrace_testing.chaos.cases import Workload
 from headrace_testing.chaos.command import FAULTY_PROCESSES, Worlds, drawn_shards, worlds
 from headrace_testing.chaos.scene import Fault
-from headrace_testing.chaos.workload import make_workload
 from headrace_testing.forked import Forge
 from headrace_testing.sealed_suite import suite as sealing
 
@@ -33,6 +32,8 @@ def sealed_suite(
 
 @pytest.fixture(scope="session")
 def workload(tmp_path_factory: pytest.TempPathFactory) -> Workload:
+    from headrace_testing.chaos.workload import make_workload  # imports torch
+
     return make_workload(tmp_path_factory.mktemp("chaos"))
 
 

@@ -1,4 +1,8 @@
-"""Models and running stacks that the end-to-end tests share."""
+"""Models and running stacks that the end-to-end tests share.
+
+Fixtures import what imports torch: the process that only distributes tests to others loads this
+file too.
+"""
 
 import fcntl
 import json
@@ -7,18 +11,20 @@ import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
 
-from headrace_testing.checkpoints import save_checkpoint
 from headrace_testing.forked import Forge
-from headrace_testing.greedy import GreedyCase, clear_cases
 from headrace_testing.headrace_up import UpProcess
 from headrace_testing.processes import Starter
 from headrace_testing.sealed_suite import suite as sealing
 from headrace_testing.single import CONTEXT, SingleStack
 from headrace_testing.stack import Stack
 from headrace_testing.telemetry import otlp_collector
+
+if TYPE_CHECKING:
+    from headrace_testing.greedy import GreedyCase
 
 STREAMS = 64
 OUTPUT_TOKENS = 320
@@ -41,12 +47,16 @@ def start() -> Starter:
 
 @pytest.fixture(scope="session")
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    from headrace_testing.checkpoints import save_checkpoint
+
     return save_checkpoint(tmp_path_factory.mktemp("tiny"), "llama", max_position_embeddings=1024)
 
 
 @pytest.fixture(scope="session")
-def cases(checkpoint: Path) -> list[GreedyCase]:
+def cases(checkpoint: Path) -> "list[GreedyCase]":
     """Prompts with their undisturbed greedy outputs."""
+    from headrace_testing.greedy import clear_cases
+
     return clear_cases(checkpoint, STREAMS, OUTPUT_TOKENS)
 
 
@@ -70,6 +80,8 @@ def stack(
 @pytest.fixture(scope="session")
 def single(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SingleStack]:
     """One engine behind one gateway; the model has a long context."""
+    from headrace_testing.checkpoints import save_checkpoint
+
     checkpoint = save_checkpoint(
         tmp_path_factory.mktemp("long"), "llama", max_position_embeddings=CONTEXT
     )

@@ -15,11 +15,11 @@ from headrace_testing import paced
 from headrace_testing.headrace_up import MODEL, UpProcess
 from headrace_testing.processes import until
 
-STREAMS, PROMPT, OUTPUT = 16, 400, 300
+STREAMS, PROMPT, OUTPUT = 16, 200, 150
 # Small slow steps, so that a prompt takes many of them, and the same bits in every batch.
 FLAGS = (
     *("--max-num-batched-tokens", "32", "--max-num-seqs", "16", "--deterministic"),
-    *paced.flags(milliseconds=20),
+    *paced.flags(milliseconds=40),
 )
 ORDER = ("waiting", "prefill", "decode")
 

@@ -29,9 +29,10 @@ from headrace_testing.headrace_up import UpProcess
 from headrace_testing.processes import until
 
 VIEWS = ("chat", "live", "requests")
-LONG = 600
-# Slow enough that a busy browser sees answers before they end.
-SLOW = paced.flags(milliseconds=12)
+LONG = 300
+# Slow enough that a busy browser sees answers before they end. More and faster tokens would only be
+# more work for engines, gateways and browser.
+SLOW = paced.flags(milliseconds=24)
 
 
 @pytest.fixture(scope="module")
@@ -71,13 +72,13 @@ def console(watched: WatchedPage, up: UpProcess) -> Iterator[Console]:
 
 def test_a_chat_streams_the_answer_of_the_api(console: Console, up: UpProcess) -> None:
     console.open()
-    body = console.long_story(300)
+    body = console.long_story(150)
     console.send(STORY)
     console.until_streaming()
     console.until_answered()
     assert console.text == undisturbed(up.url, body) != ""
     assert re.match(
-        r"first token after [\d.]+ m?s · [\d.,]+ tokens/s · 300 tokens · prompt 16",
+        r"first token after [\d.]+ m?s · [\d.,]+ tokens/s · 150 tokens · prompt 16",
         console.figures,
     )
 
@@ -291,7 +292,7 @@ def test_the_animation_runs_and_pauses(console: Console, up: UpProcess) -> None:
     page.get_by_role("button", name="Pause the picture").click()
     drawn = pixels(page)
     before = steps(up)
-    until(lambda: steps(up) > before + 20 or idle(up.url), "some steps of the engines")
+    until(lambda: steps(up) > before + 10 or idle(up.url), "some steps of the engines")
     assert pixels(page) == drawn
     page.click("#load-stop")
 

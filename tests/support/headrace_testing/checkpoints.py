@@ -7,7 +7,7 @@ has no near-ties. Float32 products of other shapes round differently, which coul
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, cached_property
 from pathlib import Path
 from typing import Any
 
@@ -15,9 +15,15 @@ import torch
 import transformers
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
+from headrace_engine.engine.engine import Engine
+from headrace_engine.model_runner.model_runner import ModelRunner
+
+from .engines import cpu_backends, engine_config, greedy, make_runner, request, run
+
 VOCAB = 256
 EOS = 2
 MARGIN = 1e-3
+Prompt = tuple[int, ...]
 
 _SIZES: dict[str, Any] = {
     "vocab_size": VOCAB,
@@ -655,20 +661,91 @@ def _trained() -> str:
 
 @dataclass(frozen=True, slots=True)
 class GreedyPath:
-    prompt: tuple[int, ...]
+    """`margin` is the smallest distance between the two best logits of a token."""
+
+    prompt: Prompt
     output: tuple[int, ...]
+    margin: float
 
 
 class Reference:
-    """transformers' own greedy generation on a checkpoint, one prompt at a time."""
+    """Greedy generation of transformers on a checkpoint.
+
+    The engine proposes paths, many at once, and transformers confirms each in one forward pass, in
+    which every token must have the largest logit. transformers generates the paths that it does not
+    confirm.
+    """
 
     def __init__(self, folder: Path, dtype: torch.dtype = torch.float32) -> None:
+        self._folder = folder
         load = _auto_class(transformers.AutoConfig.from_pretrained(folder)).from_pretrained
         self.model = load(folder, dtype=dtype, attn_implementation="eager").eval()
-        self.generate = cache(self._generate)
+        self._known: dict[tuple[Prompt, int], GreedyPath] = {}
 
-    def _generate(self, prompt: tuple[int, ...], length: int) -> tuple[GreedyPath, float]:
-        """The path of `length` tokens, and the smallest distance between its two best logits."""
+    @cached_property
+    def _runner(self) -> ModelRunner:
+        backend = cpu_backends()[-1]
+        return make_runner(self._folder, attention_backend=backend, max_num_batched_tokens=512)
+
+    def logits(self, ids: Sequence[int]) -> torch.Tensor:
+        """float32 [len(ids), vocabulary]."""
+        with torch.inference_mode():
+            logits: torch.Tensor = self.model(torch.tensor([list(ids)])).logits[0].float()
+        return logits
+
+    def path(self, prompt: Prompt, length: int) -> GreedyPath:
+        """The path of `length` tokens."""
+        (found,) = self._paths([prompt], length)
+        return found
+
+    def clear_paths(
+        self,
+        count: int,
+        length: int,
+        prompt_length: Callable[[int], int] = lambda index: 3 + (index * 7) % 40,
+        prefix: Prompt = (),
+    ) -> list[GreedyPath]:
+        """Greedy paths of random prompts without near-ties: none closer than MARGIN.
+
+        The first paths are the same whatever their count, and are computed once.
+        """
+        generator = torch.Generator().manual_seed(length)
+        found: list[GreedyPath] = []
+        while len(found) < count:
+            drawn = []
+            for index in range(len(found), count):
+                size = (prompt_length(index),)
+                tail = torch.randint(3, VOCAB, size, generator=generator).tolist()
+                drawn.append(((*prefix, *tail), generator.get_state()))
+            paths = self._paths([prompt for prompt, _ in drawn], length)
+            for path, (_, state) in zip(paths, drawn, strict=True):
+                if path.margin <= MARGIN:
+                    generator.set_state(state)
+                    break
+                found.append(path)
+        return found
+
+    def _paths(self, prompts: Sequence[Prompt], length: int) -> list[GreedyPath]:
+        new = [prompt for prompt in prompts if (prompt, length) not in self._known]
+        if new:
+            engine = Engine(engine_config(self._folder, max_num_batched_tokens=512), self._runner)
+            requests = [request(str(at), one, greedy(length)) for at, one in enumerate(new)]
+            outputs = run(engine, requests)
+            for at, prompt in enumerate(new):
+                proposal = tuple(outputs[str(at), 0].token_ids)
+                found = self._confirm(prompt, proposal) or self._generate(prompt, length)
+                self._known[prompt, length] = found
+        return [self._known[prompt, length] for prompt in prompts]
+
+    def _confirm(self, prompt: Prompt, output: tuple[int, ...]) -> GreedyPath | None:
+        logits = self.logits((*prompt, *output[:-1]))[len(prompt) - 1 :].clone()
+        logits[:, self.model.generation_config.eos_token_id] = -math.inf
+        best = logits.topk(2)
+        if best.indices[:, 0].tolist() != list(output):
+            return None
+        return GreedyPath(prompt, output, float((best.values[:, 0] - best.values[:, 1]).min()))
+
+    def _generate(self, prompt: Prompt, length: int) -> GreedyPath:
         with torch.inference_mode():
             result = self.model.generate(
                 torch.tensor([prompt]),
@@ -681,34 +758,7 @@ class Reference:
             )
         best = torch.stack(result.scores).squeeze(1).topk(2).values
         output = tuple(result.sequences[0, len(prompt) :].tolist())
-        return GreedyPath(prompt, output), float((best[:, 0] - best[:, 1]).min())
-
-    def logits(self, ids: Sequence[int]) -> torch.Tensor:
-        """float32 [len(ids), vocabulary]."""
-        with torch.inference_mode():
-            logits: torch.Tensor = self.model(torch.tensor([list(ids)])).logits[0].float()
-        return logits
-
-    def clear_paths(
-        self,
-        count: int,
-        length: int,
-        prompt_length: Callable[[int], int] = lambda index: 3 + (index * 7) % 40,
-        prefix: tuple[int, ...] = (),
-    ) -> list[GreedyPath]:
-        """Greedy paths of random prompts without near-ties: none closer than MARGIN.
-
-        The first paths are the same whatever their count, and are computed once.
-        """
-        generator = torch.Generator().manual_seed(length)
-        found: list[GreedyPath] = []
-        while len(found) < count:
-            size = prompt_length(len(found))
-            tail = torch.randint(3, VOCAB, (size,), generator=generator).tolist()
-            path, margin = self.generate((*prefix, *tail), length)
-            if margin > MARGIN:
-                found.append(path)
-        return found
+        return GreedyPath(prompt, output, float((best[:, 0] - best[:, 1]).min()))
 
 
 def _auto_class(config: Any) -> Any:

@@ -1,11 +1,15 @@
-"""Adds to Triton's interpreter, for tests of kernels on CPU tensors: correct bfloat16, and products
-whose sums have one order.
+"""Adds to Triton's interpreter, for tests of kernels on CPU tensors: correct bfloat16, products
+whose sums have one order, and less work for each launch.
 
 The interpreter represents bfloat16 numbers by integers, rounds towards zero where GPUs round to the
 nearest, and would multiply the integers. It multiplies tiles with the BLAS of the host: on some
-CPUs the bits of a row then depend on the number of rows, whatever the kernel does.
+CPUs the bits of a row then depend on the number of rows, whatever the kernel does. It replaces the
+functions of Triton's language for each launch and for each call of a device function, and looks for
+overflows of integers that it does not report. Both take more than half of the time of most tests.
 """
 
+from collections.abc import Callable
+from dataclasses import replace
 from functools import cache
 from typing import Any
 
@@ -31,6 +35,37 @@ def correct_arithmetic(patch: pytest.MonkeyPatch) -> None:
 
     patch.setattr(Builder, "create_dot", _dot)
     patch.setattr(Builder, "cast_impl", cast)
+
+
+def save_work(patch: pytest.MonkeyPatch) -> None:
+    """Makes the interpreter replace the language's functions when a kernel first needs them; they
+    stay replaced. Conditions that only `debug` would check are not computed."""
+    patch_lang = interpreter._patch_lang
+    patched: set[Any] = set()
+
+    def patch_new(fn: Any) -> Any:
+        if fn not in patched:
+            patched.add(fn)
+            patch_lang(fn)
+        return interpreter._LangPatchScope()  # restores nothing
+
+    patch.setattr(interpreter, "_patch_lang", patch_new)
+    patch.setattr(interpreter, "_get_np_dtype", _numpy_dtypes(interpreter._get_np_dtype))
+    builder = interpreter.interpreter_builder
+    checked = builder.options.debug
+    patch.setattr(builder, "options", replace(builder.options, sanitize_overflow=checked))
+
+
+def _numpy_dtypes(find: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    """`find` with the dtypes of scalars and of blocks of them cached."""
+    known = cache(find)
+    pointers = find(tl.pointer_type(tl.float32))
+
+    def found(kind: Any) -> Any:
+        scalar = kind.scalar
+        return pointers if isinstance(scalar, tl.pointer_type) else known(scalar)
+
+    return found
 
 
 def _dot(_: Any, a: Any, b: Any, added: Any, *precision: Any) -> Any:

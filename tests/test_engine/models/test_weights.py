@@ -71,7 +71,7 @@ def test_dtype_of_the_files_is_found_and_cast(tmp_path: Path) -> None:
     assert stored_dtype(folder) is torch.float16
     reader = WeightReader(folder, torch.float32, CPU)
     assert reader.read("model.norm.weight").dtype is torch.float32
-    path, _ = Reference(folder).generate((5, 6, 7), 8)
+    path = Reference(folder).path((5, 6, 7), 8)
     assert first_tokens(folder) == list(path.output)
 
 

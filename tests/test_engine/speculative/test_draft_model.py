@@ -20,7 +20,7 @@ from headrace_engine.engine.engine import Engine
 from headrace_engine.model_runner.model_runner import ModelRunner
 from headrace_engine.speculative.draft_proposer import DraftModelProposer
 from headrace_testing.checkpoints import Reference, save_checkpoint
-from headrace_testing.engines import Output, engine_config, run
+from headrace_testing.engines import Output, cpu_backends, engine_config, run
 from headrace_testing.engines import request as make_request
 
 CheckpointMaker = Callable[[str], Path]
@@ -55,6 +55,7 @@ def speculation(draft: Path, tokens: int = 4, **options: Any) -> SpeculativeConf
 def decode(
     folder: Path, draft: SpeculativeConfig | None, requests: list[EngineRequest], **options: Any
 ) -> tuple[Found, Engine]:
+    options = {"attention_backend": cpu_backends()[-1], **options}
     config = engine_config(folder, speculative_config=draft, **options)
     ticks = count()
     engine = Engine(config, ModelRunner(config, clock=lambda: float(next(ticks))))

@@ -25,7 +25,7 @@ from headrace_engine.speculative.acceptance import accept, group_by_sequence
 from headrace_engine.speculative.lengths import PROBE_INTERVAL, DraftLengths
 from headrace_engine.speculative.ngram import NgramProposer
 from headrace_engine.speculative.step_cost_model import MEMORY, StepCostModel
-from headrace_testing.engines import Output, engine_config, make_runner, run
+from headrace_testing.engines import Output, cpu_backends, engine_config, make_runner, run
 from headrace_testing.engines import request as make_request
 
 CheckpointMaker = Callable[[str], Path]
@@ -335,6 +335,7 @@ def mixed_requests() -> list[EngineRequest]:
 def decode(
     folder: Path, speculation: SpeculativeConfig | None, **options: Any
 ) -> tuple[dict[tuple[str, int], Output], Watched]:
+    options = {"attention_backend": cpu_backends()[-1], **options}
     config = engine_config(folder, speculative_config=speculation, **options)
     ticks = count()
     runner = Watched(ModelRunner(config, clock=lambda: float(next(ticks))))
