@@ -4,7 +4,7 @@ waited for earlier kernels. Reads assembly; compiles and runs nothing."""
 import re
 
 # Kernels that read weights before they wait. No kernel of a step writes weights.
-READING_WEIGHTS = ("vector_product_kernel", "packed_vector_kernel")
+READING_WEIGHTS = ("vector_product_kernel",)
 LOADS = r"\bld\.(?!param|shared)"
 # Statements of PTX that may only follow the wait: they access global memory, or leave the program.
 NEEDS_WAIT = (

@@ -24,13 +24,15 @@ from headrace_engine.operators.qkv import QKVRows
 
 from .meta import META, made
 from .packed_weights import mxfp4_experts, quantized_experts
+from .recurrent import RecurrentShape
 
 
 @dataclass(frozen=True, slots=True)
 class ModelShape:
     """The part of a model's shape that kernels are compiled for. A step has `tokens` prompt tokens
     and `decodes` decode rows, with contexts of `context` keys. `latent` above 0: attention is over
-    latents, whose first `latent` elements are the values."""
+    latents, whose first `latent` elements are the values. `recurrent` is the shape of
+    recurrent layers."""
 
     hidden: int = 4096
     inner: int = 14336
@@ -49,6 +51,7 @@ class ModelShape:
     decodes: int = 1
     context: int = 1024
     latent: int = 0
+    recurrent: RecurrentShape | None = None
 
     @property
     def qkv_width(self) -> int:

@@ -12,7 +12,6 @@ from headrace_engine.layers.expert_weights import ExpertWeights
 from headrace_engine.layers.mxfp4_weight import BLOCK
 from headrace_engine.layers.packed_weights import GroupedPackedWeight, PackedWeight
 from headrace_engine.operators.packed_linear import PackedProducts
-from headrace_engine.operators.tuned_linear import HALVES
 
 from .meta import made
 
@@ -35,9 +34,6 @@ def multiply_packed(
             linear = PackedProducts(dependent_launches, deterministic).layer(packed, None)
             for rows in (1, *ROW_BOUNDS[-2:], table.DEQUANTIZED_ROWS + 1):
                 linear(made(rows, inputs, dtype=dtype))
-            if dtype in HALVES and not deterministic:
-                for vector in linear.vector_candidates:
-                    linear.small_batch(made(1, inputs, dtype=dtype), vector)
 
 
 def tune_packed(sizes: tuple[int, int], bits: int, dtype: torch.dtype) -> None:
@@ -48,9 +44,6 @@ def tune_packed(sizes: tuple[int, int], bits: int, dtype: torch.dtype) -> None:
         x = made(rows, inputs, dtype=dtype)
         for launch in table.packed_candidates(rows, outputs, linear.steps):
             linear.small_batch(x, launch)
-    row = made(1, inputs, dtype=dtype)
-    for vector in linear.vector_candidates:
-        linear.small_batch(row, vector)
 
 
 def quantized_experts(hidden: int, config: ExpertsConfig, bits: int) -> list[ExpertWeights]:

@@ -154,6 +154,8 @@ class Bench:
             self.engine.step()
         if (running := len(list(self.engine.running()))) != batch:
             raise RuntimeError(f"{running} sequences decode, not {batch}")
+        gc.collect()  # what a profile left
+        gc.freeze()
 
     def _prefilling(self) -> bool:
         return any(len(one.token_ids) <= one.prompt_length for one in self.engine.running())
@@ -227,7 +229,15 @@ def heaviest(events: list[Event], count: int = 12) -> list[dict[str, Any]]:
 KINDS = {
     "attention": ("decode_kernel", "merge_kernel", "prefill_kernel", "flash", "attention"),
     "products": (
-        *("small_batch", "linear_kernel", "packed_", "grouped", "lora_", "expert_"),
+        *(
+            "small_batch",
+            "vector_product",
+            "linear_kernel",
+            "packed_",
+            "grouped",
+            "lora_",
+            "expert_",
+        ),
         *("gemm", "gemv", "cutlass", "nvjet", "splitk"),
     ),
     "sampling": ("sample_kernel", "argmax", "topk", "sort", "softmax", "reduce"),

@@ -5,9 +5,8 @@ import torch
 from ..kernels.triton.launch import ROW_BOUNDS, SmallBatchLaunch
 from ..kernels.triton.packed_launch import packed_candidates
 from ..operators.packed_linear import PackedProducts, PackedShape, PackedWeightLinear
-from ..operators.tuned_linear import FewRowsLaunch
 from .autotuner import Autotuner
-from .layers import dtype_name, enough_layers, parts_name, read_bytes, run_all, vector_name
+from .layers import dtype_name, enough_layers, parts_name, read_bytes, run_all
 
 
 def tune_packed(tuner: Autotuner, products: PackedProducts, rows: int, like: torch.Tensor) -> None:
@@ -22,9 +21,7 @@ def tune_packed(tuner: Autotuner, products: PackedProducts, rows: int, like: tor
         layers = enough_layers(tuned.layers)
         x = torch.randn(rows, layers[0].inputs, device=like.device).to(like.dtype)
         launches = packed_candidates(rows, shape.outputs, layers[0].steps)
-        named: dict[str, FewRowsLaunch] = {_name(launch): launch for launch in launches}
-        if rows == 1:
-            named |= {vector_name(one): one for one in layers[0].vector_candidates}
+        named = {_name(launch): launch for launch in launches}
         runs = {
             name: run_all(layers, PackedWeightLinear.small_batch, x, one)
             for name, one in named.items()

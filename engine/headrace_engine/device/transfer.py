@@ -13,10 +13,6 @@ import torch
 
 # Arrays begin at multiples of this many bytes, which suits every dtype.
 ALIGNMENT = 16
-# torch's allocator of pinned memory rounds sizes up to powers of two.
-LEAST_POWER, MOST_RESERVED = 9, 16 << 20
-# A step's arrays are copied while those of the step before may still be read.
-COPIES_IN_FLIGHT = 2
 
 Array = npt.NDArray[Any]
 
@@ -34,18 +30,9 @@ class Transfer:
         """Returns the arrays as tensors for use on the current stream."""
         if self.device.type == "cpu":
             return [torch.from_numpy(array) for array in arrays]
-        packed = pinned(packed_size(arrays))
+        packed = torch.empty(packed_size(arrays), dtype=torch.uint8, pin_memory=True)
         pack(arrays, packed)
         return unpack(self._copy(packed), arrays)
-
-    def reserve(self, num_bytes: int) -> None:
-        """Makes torch's allocators keep memory for copies of every size up to `num_bytes`. Pinning
-        new memory takes tens of milliseconds, in which a step waits."""
-        if self.device.type == "cpu":
-            return
-        for power in range(LEAST_POWER, min(num_bytes, MOST_RESERVED).bit_length() + 1):
-            for packed in [pinned(1 << power) for _ in range(COPIES_IN_FLIGHT)]:
-                self._copy(packed)
 
     def _copy(self, packed: torch.Tensor) -> torch.Tensor:
         """Copies to the device; the allocator does not reuse `packed` before the copy is done."""
@@ -55,10 +42,6 @@ class Transfer:
         current.wait_stream(self._stream)
         copied.record_stream(current)
         return copied
-
-
-def pinned(num_bytes: int) -> torch.Tensor:
-    return torch.empty(num_bytes, dtype=torch.uint8, pin_memory=True)
 
 
 def packed_size(arrays: Sequence[Array]) -> int:

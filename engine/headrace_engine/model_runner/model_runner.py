@@ -38,9 +38,6 @@ from .lora_runtime import ANY, LoRARuntime
 
 logger = logging.getLogger(__name__)
 
-# About the most bytes that are copied to the device for a token of a step.
-STEP_TOKEN_BYTES = 64
-
 
 class ModelRunner:
     """A loaded model with its KV cache. Made once in a process; used by one thread.
@@ -190,9 +187,6 @@ class ModelRunner:
         if self._lora is not None:
             with torch.inference_mode():
                 self._lora.warm_up()
-        blocks = -(-self.max_model_len // self.block_size)
-        tables = 4 * blocks * self._config.max_num_seqs
-        self._transfer.reserve(tables + STEP_TOKEN_BYTES * self._config.max_num_batched_tokens)
         if self._caches:  # an encoder has no cache, and decodes nothing
             self.model = record_graphs(self._recorder)
         if self.draft_head is not None:

@@ -12,26 +12,17 @@ from torch.nn import functional as F
 
 from ..device.scratch import Scratch
 from ..kernels.triton.dependent_launch import DependentLaunches
-from ..kernels.triton.launch import (
-    ROW_BOUNDS,
-    SmallBatchLaunch,
-    VectorLaunch,
-    dot_precision,
-    tile_extent,
-)
+from ..kernels.triton.launch import ROW_BOUNDS, SmallBatchLaunch, dot_precision, tile_extent
 from ..kernels.triton.packed import dequantize_packed_kernel, packed_linear_kernel
 from ..kernels.triton.packed_launch import (
     DEQUANTIZED_ROWS,
-    E2M1,
     TILE_ROWS,
-    VECTOR_CANDIDATES,
     batch_invariant_launch,
     packed_linear_launch,
 )
-from ..kernels.triton.packed_vector import packed_vector_kernel
 from ..layers.layers import over_rows
 from ..layers.packed_weights import PackedWeight
-from .tuned_linear import HALVES, FewRowsLaunch, TunedLayers
+from .tuned_linear import HALVES, TunedLayers
 
 # Outputs that one program unpacks.
 WIDE_COLUMNS = 32
@@ -108,22 +99,11 @@ class PackedWeightLinear:
             return F.linear(self._ordered(x), self.unpacked(x.dtype), self._bias)
         return self.small_batch(x, self._launch_for(rows, x.element_size()))
 
-    @property
-    def vector_candidates(self) -> tuple[VectorLaunch, ...]:
-        """Launches for one row of 2 bytes an element, if there is a kernel for it."""
-        packed = self._packed
-        paired = packed.group % (2 * packed.words.shape[-1]) == 0
-        fits = packed.bits == 4 and packed.kernel_zero != E2M1 and paired
-        return VECTOR_CANDIDATES if fits else ()
-
-    def small_batch(self, x: torch.Tensor, launch: FewRowsLaunch) -> torch.Tensor:
-        """Multiplies in one kernel, which unpacks the weights too; with a VectorLaunch, one row."""
+    def small_batch(self, x: torch.Tensor, launch: SmallBatchLaunch) -> torch.Tensor:
+        """Multiplies in one kernel, which unpacks the weights too."""
 
         def run(output: torch.Tensor, rows: torch.Tensor) -> None:
-            if isinstance(launch, VectorLaunch):
-                self._launch_vector(output, rows, launch)
-            else:
-                self._launch(output, rows, launch)
+            self._launch(output, rows, launch)
 
         return over_rows(self._ordered(x), self._packed.outputs, run)
 
@@ -142,29 +122,18 @@ class PackedWeightLinear:
         )  # fmt: skip
         return made
 
-    def _launch_for(self, rows: int, element_bytes: int) -> FewRowsLaunch:
+    def _launch_for(self, rows: int, element_bytes: int) -> SmallBatchLaunch:
         if self._deterministic:
             return batch_invariant_launch(element_bytes)
         if rows <= ROW_BOUNDS[-1] and element_bytes == 2:
             chosen = self._tuned.chosen[bisect_left(ROW_BOUNDS, rows)]
-            if chosen is not None:
+            if isinstance(chosen, SmallBatchLaunch):
                 return chosen
         return packed_linear_launch(element_bytes, rows, self._packed.outputs, self.steps)
 
     def _ordered(self, x: torch.Tensor) -> torch.Tensor:
         order = self._packed.order
         return x if order is None else x.index_select(-1, order)
-
-    def _launch_vector(self, output: torch.Tensor, row: torch.Tensor, launch: VectorLaunch) -> None:
-        packed, steps = self._packed, len(self._packed.words)
-        layout = packed_layout(packed)
-        del layout["BITS"]
-        packed_vector_kernel[(-(-packed.outputs // launch.columns),)](
-            output, row, packed.words, packed.scales, packed.zero_points, self._bias, steps,
-            packed.outputs, BIAS=self._bias is not None, COLUMNS=launch.columns,
-            STEPS=launch.depth, PARTS=-(-steps // launch.depth), ASM=by_assembly(row),
-            num_warps=launch.warps, **layout, **self._dependent_launches.product,
-        )  # fmt: skip
 
     def _launch(self, output: torch.Tensor, rows: torch.Tensor, launch: SmallBatchLaunch) -> None:
         packed, count = self._packed, len(rows)
@@ -173,9 +142,6 @@ class PackedWeightLinear:
         partial, arrived = self._scratch.split(
             programs, launch.splits, launch.columns * height, rows.device
         )
-        step_bytes = packed.words[0].nbytes * launch.splits
-        whole = packed.outputs % launch.columns == 0
-        ahead = self._dependent_launches.prefetched_steps(step_bytes) if whole else 0
         packed_linear_kernel[(programs, launch.splits)](
             output, partial, arrived, rows, packed.words, packed.scales, packed.zero_points,
             self._bias, count, launch.splits, len(packed.words), packed.outputs, rows.stride(0),
@@ -183,7 +149,6 @@ class PackedWeightLinear:
             ROWS=height, COLUMNS=launch.columns, ASM=by_assembly(rows),
             EXACT=dot_precision(rows.element_size()), num_warps=launch.warps,
             num_stages=launch.stages, **packed_layout(packed), **self._dependent_launches.product,
-            AHEAD=ahead,
         )  # fmt: skip
 
 

@@ -88,14 +88,18 @@ def test_every_candidate_of_a_product(inputs: int, outputs: int, dtype: torch.dt
 
 @pytest.mark.parametrize("name", SHAPES)
 def test_parts_joined_within_the_kernel(name: str) -> None:
-    """The results always have the same bits as with parts that another kernel joins."""
-    outputs = []
-    for merges in (False, True, True, True):
-        backend, case = TritonBackend(), SHAPES[name]
+    """The results always have the same bits, and are close to those of parts that another kernel
+    joins: it has other warps, so it adds in another order."""
+    outputs, case = [], SHAPES[name]
+    for merges in (True, True, True, False):
+        backend = TritonBackend()
         table = backend.decode_launch(2, case.dim, 64)
         backend.use(AttentionLaunches(decodes=((64, replace(table, merges=merges)),)))
         outputs.append(model_output(case, backend, torch.bfloat16, CUDA))
-    assert all(torch.equal(outputs[0], one) for one in outputs[1:])
+    *within, apart = outputs
+    assert all(torch.equal(within[0], one) for one in within)
+    bound = BOUNDS[torch.bfloat16]
+    torch.testing.assert_close(within[0], apart, rtol=bound, atol=bound)
 
 
 def test_times_are_those_of_the_device() -> None:

@@ -22,8 +22,8 @@ from headrace_engine.autotune.packed import tune_packed
 from headrace_engine.checkpoints.config import ClampedSwiGLU
 from headrace_engine.core.errors import ConfigError
 from headrace_engine.engine.engine import Engine
-from headrace_engine.kernels.triton import packed_assembly, packed_vector
-from headrace_engine.kernels.triton.launch import ROW_BOUNDS, SmallBatchLaunch, VectorLaunch
+from headrace_engine.kernels.triton import packed_assembly
+from headrace_engine.kernels.triton.launch import ROW_BOUNDS, SmallBatchLaunch
 from headrace_engine.kernels.triton.packed_launch import (
     DEQUANTIZED_ROWS,
     packed_candidates,
@@ -112,26 +112,6 @@ def test_products_use_the_dequantised_weights(name: str) -> None:
     whole = linear.unpacked(torch.float32).cpu()
     ordered = linear._ordered(x.to(DEVICE)).cpu()
     assert error(ordered @ whole.T, expected) < BOUNDS[torch.float32]
-
-
-@pytest.mark.parametrize("group", ["one group", "symmetric", "zero points"])
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_one_row_without_tensor_cores(dtype: torch.dtype, group: str) -> None:
-    """Steps and outputs fill no tile."""
-    count = 1 if group == "one group" else 6
-    weight = drawn(37, 768, 4, count, symmetric=group != "zero points")
-    linear, x = layer(weight, random(37, seed=5).to(DEVICE, dtype)), random(1, 768).to(dtype)
-    assert linear.steps == 3 and linear.vector_candidates
-    expected = x.double() @ weight.dequantize().double().T + random(37, seed=5).to(dtype).double()
-    for launch in (VectorLaunch(8, 2, 4), VectorLaunch(4, 4, 2)):
-        found = linear.small_batch(x.to(DEVICE), launch)
-        assert error(found, expected) < BOUNDS[dtype]
-
-
-def test_one_row_has_a_kernel_for_4_bit_integers_with_large_groups() -> None:
-    for name in ("4 bits, groups of 32", "4 bits, groups of 64", "8 bits"):
-        assert not layer(WEIGHTS[name]()).vector_candidates
-    assert layer(WEIGHTS["4 bits, symmetric"]()).vector_candidates
 
 
 @pytest.mark.parametrize(
@@ -275,18 +255,6 @@ def test_the_assembly_widens_every_4_bit_float(code: Any, first: int, dtype: tor
         expected = numbers[words >> (first + 4 * place) & 15]
         pair = torch.from_numpy(np.stack([expected, expected[::-1]], 1).reshape(-1))
         assert torch.equal(found.float(), pair)
-
-
-def test_the_assembly_of_products_of_one_row_puts_numbers_into_mantissas() -> None:
-    words = np.arange(2**16, dtype=np.uint16)
-    pairs = np.ascontiguousarray(np.stack([words, words[::-1]], 1)).view(np.uint32)[:, 0]
-    made = [one.view(np.float32) for one in evaluate(packed_vector._ASSEMBLY.value, 8, [pairs])]
-    units = (packed_vector._HIGH.value, packed_vector._MIDDLE.value) * 2
-    for place, unit in enumerate(units):
-        pair = made[2 * place : 2 * place + 2]
-        for register, own in zip(pair, (words, words[::-1]), strict=True):
-            numbers = (own >> 4 * place & 15).astype(np.float32)
-            assert np.array_equal(register, 1 + numbers * np.float32(unit))
 
 
 def test_launches_fill_the_device_and_the_chosen_launch_is_used(

@@ -16,7 +16,6 @@ from headrace_engine.layers.quantized_weight import QuantizedWeight, round_weigh
 from headrace_engine.operators.batch_invariant import BatchInvariantLinear, BatchInvariantOps
 from headrace_engine.operators.packed_linear import PackedProducts, PackedWeightLinear
 from headrace_engine.operators.triton_experts import GroupedMoe
-from headrace_engine.operators.tuned_linear import FewRowsLaunch
 from headrace_testing.mixtures import Mixture, QuantizedMatrices, expert_names
 
 pytestmark = [
@@ -88,9 +87,7 @@ def test_every_launch_that_may_be_chosen_computes_the_same(bits: int, symmetric:
     for count in ROW_BOUNDS:
         x = rows(count, 4096)
         expected = x.double() @ weight.dequantize().double().T
-        launches: list[FewRowsLaunch] = [*packed_candidates(count, 4096, linear.steps)]
-        launches += linear.vector_candidates if count == 1 else ()
-        for launch in launches:
+        for launch in packed_candidates(count, 4096, linear.steps):
             found = linear.small_batch(x, launch)
             assert error(found, expected) < BOUNDS[torch.bfloat16], launch
             assert torch.equal(linear.small_batch(x, launch), found), launch

@@ -6,7 +6,7 @@ A window [C, SIZE - 1] of a sequence is the first tensor of its state; see `stat
 import triton.language as tl
 
 from .jit import await_earlier, jit, jit_unspecialized
-from .states import silu, state_places
+from .states import clamped, silu, state_places
 
 
 @jit
@@ -172,7 +172,7 @@ def convolve_kernel(
     sequence = tl.load(chunk_sequences + chunk).to(tl.int64)
     channels = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     exists = channels < CHANNELS
-    channels = tl.minimum(channels, CHANNELS - 1)
+    channels = clamped(channels, CHANNELS, BLOCK)
     begin, is_fresh = tl.load(starts + sequence), tl.load(fresh + sequence)
     source, end = sources + sequence * stride, tl.load(chunk_ends + chunk)
     for first in range(tl.load(chunk_starts + chunk), end, TOKENS):
@@ -224,7 +224,7 @@ def window_kernel(
     channels = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     exists = channels < CHANNELS
     write_windows(
-        x, x_stride, sequence, tl.minimum(channels, CHANNELS - 1), exists[None, :],
+        x, x_stride, sequence, clamped(channels, CHANNELS, BLOCK), exists[None, :],
         tl.load(starts + sequence), tl.load(fresh + sequence),
         pages, more, sources + sequence * stride, targets,
         write_starts, write_ends, write_rows, stride,

@@ -20,18 +20,13 @@ def extent(
     KEYS: tl.constexpr,
     WINDOW: tl.constexpr,
 ) -> tl.tensor:
-    """(first visible key, begin of the first part, keys of a part), in whole tiles.
-
-    Parts have about the same number of keys: a last part of few keys would take as long as a whole
-    one.
-    """
+    """(first visible key, begin of the first part, keys of a part), in whole tiles."""
     first = 0
     if WINDOW != 0:
         first = tl.maximum(first_seen(length - 1, WINDOW), 0)
     begin = first // KEYS * KEYS
-    parts = tl.minimum(tl.cdiv(length - begin, least_part), MAX_SPLITS)
-    part = tl.cdiv(tl.cdiv(length - begin, tl.maximum(parts, 1)), KEYS) * KEYS
-    return first, begin, tl.maximum(part, KEYS)
+    part = tl.cdiv(tl.cdiv(length - begin, MAX_SPLITS), KEYS) * KEYS
+    return first, begin, tl.maximum(part, least_part)
 
 
 @jit

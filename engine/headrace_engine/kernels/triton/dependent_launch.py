@@ -15,9 +15,6 @@ ALONE, DEPENDENT, EARLY = 0, 1, 2
 PREFETCH_MULTIPLE = 256
 MOST_PREFETCHED = 16 << 20
 
-# Steps of a product with packed weights.
-STEPS_AHEAD = (1, 2, 4)
-
 # Triton takes both as options and constants of a launch.
 Options = dict[str, int]
 
@@ -114,16 +111,6 @@ class DependentLaunches:
         rounded = -(-wanted // PREFETCH_MULTIPLE) * PREFETCH_MULTIPLE
         size = min(rounded, row_bytes // PREFETCH_MULTIPLE * PREFETCH_MULTIPLE)
         return size if rows * size <= MOST_PREFETCHED else 0
-
-    def prefetched_steps(self, step_bytes: int) -> int:
-        """The number of steps, a power of two or 0, whose weights all programs of a product with
-        packed weights prefetch; together they read `step_bytes` in a step."""
-        if self._now is None or not self._now.prefetch:
-            return 0
-        fitting = (
-            one for one in STEPS_AHEAD if one * step_bytes <= max(self._now.prefetch, step_bytes)
-        )
-        return max(fitting) if step_bytes <= MOST_PREFETCHED else 0
 
 
 def _options(how: int) -> Options:

@@ -3,29 +3,38 @@
 Short runs are advanced token by token in one launch. Of longer runs, chunks of tokens are turned
 into products: with the decays' sums g and A[i, j] = beta_i (k_i k_j) exp(g_i - g_j) for j < i, the
 inverse of I + A gives what each token changes, apart from the state before the chunk. A head's
-state then passes from chunk to chunk.
+state then passes from chunk to chunk. Where each key channel decays by itself (Kimi Delta
+Attention), all runs are advanced token by token.
 """
 
 import triton.language as tl
 
 from .convolution import convolved, write_windows
 from .jit import await_earlier, jit, jit_unspecialized
-from .states import matrix_places, silu, softplus
+from .states import clamped, matrix_places, silu, softplus
 
 
 @jit
 def gated_norm(
-    found: tl.tensor, gate: tl.tensor, norm: tl.tensor, eps: tl.tensor, WIDTH: tl.constexpr
+    found: tl.tensor,
+    gate: tl.tensor,
+    norm: tl.tensor,
+    eps: tl.tensor,
+    WIDTH: tl.constexpr,
+    SIGMOID: tl.constexpr,
 ) -> tl.tensor:
-    """The RMS norm of each row of `found` [T, WIDTH] with zeros after it, times silu(gate)."""
+    """The RMS norm of each row of `found` [T, WIDTH] with zeros after it, times silu(gate) or
+    sigmoid(gate)."""
     scale = tl.rsqrt(tl.sum(found * found, 1) / WIDTH + eps)
-    return found * scale[:, None] * norm[None, :] * silu(gate)
+    factor = tl.sigmoid(gate) if SIGMOID else silu(gate)
+    return found * scale[:, None] * norm[None, :] * factor
 
 
 @jit
-def normed_head(x: tl.tensor, LENGTH: tl.constexpr) -> tl.tensor:
-    """Rows [T, K], scaled to a length."""
-    return x * (tl.rsqrt(tl.sum(x * x, 1) + 1e-6) * LENGTH)[:, None]
+def head_scale(x: tl.tensor) -> tl.tensor:
+    """The factors that give the rows of x [T, K] the length 1."""
+    wide = x.to(tl.float32)
+    return tl.rsqrt(tl.sum(wide * wide, 1) + 1e-6)
 
 
 @jit
@@ -35,6 +44,28 @@ def token_decay(
     """The logarithm of what a head keeps of its state."""
     raised = decay.to(tl.float32) + tl.load(dt_bias + head)
     return tl.load(rates + head) * softplus(raised)
+
+
+@jit
+def kept_share(
+    decay: tl.tensor,
+    rates: tl.tensor,
+    dt_bias: tl.tensor,
+    head: tl.tensor,
+    keys: tl.tensor,
+    KEY_DIM: tl.constexpr,
+    BY_CHANNEL: tl.constexpr,
+) -> tl.tensor:
+    """What a token keeps of a head's state: one number, or one of each key channel."""
+    if BY_CHANNEL:
+        at = head * KEY_DIM + keys
+        raised = tl.load(decay + at, mask=keys < KEY_DIM, other=0.0).to(tl.float32)
+        raised += tl.load(dt_bias + at, mask=keys < KEY_DIM, other=0.0)
+        found = tl.exp(tl.load(rates + head) * softplus(raised))[:, None]
+    else:
+        raised = tl.load(decay + head + tl.arange(0, 1))
+        found = tl.exp(token_decay(raised, rates, dt_bias, head))[:, None]
+    return found
 
 
 @jit_unspecialized("sources", "targets", "stride")
@@ -77,13 +108,17 @@ def gated_delta_kernel(
     TAPS: tl.constexpr,
     WINDOW_ELEMENTS: tl.constexpr,
     WINDOW_MORE: tl.constexpr,
+    BY_CHANNEL: tl.constexpr,
     FIRST: tl.constexpr,
     ELEMENTS: tl.constexpr,
     MORE: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ) -> None:
     """Program (sequence of `sequences`, key head): advances the states of the SHARED value heads of
-    a key head through a sequence's tokens. The programs of a sequence share no window."""
+    a key head through a sequence's tokens. The programs of a sequence share no window.
+
+    BY_CHANNEL: `decay` [T, Hv * K] has a decay of each key channel, and gates are sigmoids.
+    """
     await_earlier(DEPENDENT)
     sequence = tl.load(sequences + tl.program_id(0)).to(tl.int64)
     key_head = tl.program_id(1)
@@ -94,13 +129,13 @@ def gated_delta_kernel(
     keys, values = tl.arange(0, KEYS), tl.arange(0, VALUES)
     is_key, is_value = (keys < KEY_DIM)[None, :], (values < VALUE_DIM)[None, :]
     is_element = (keys < KEY_DIM)[:, None] & is_value
-    query_channels = key_head * KEY_DIM + tl.minimum(keys, KEY_DIM - 1)
+    query_channels = key_head * KEY_DIM + clamped(keys, KEY_DIM, KEYS)
     key_channels = KEY_HEADS * KEY_DIM + query_channels
     weights = tl.load(norm + values, mask=values < VALUE_DIM, other=0.0).to(tl.float32)
     for number in range(SHARED):
         head = key_head * SHARED + number
         value_channels = 2 * KEY_HEADS * KEY_DIM + head * VALUE_DIM
-        value_channels += tl.minimum(values, VALUE_DIM - 1)
+        value_channels += clamped(values, VALUE_DIM, VALUES)
         places = matrix_places(
             pages, more, source, head, keys, values, FIRST, KEY_DIM, VALUE_DIM, ELEMENTS, MORE
         )
@@ -126,22 +161,23 @@ def gated_delta_kernel(
                     SIZE, WINDOW_ELEMENTS, WINDOW_MORE,
                 )  # fmt: skip
                 row = at.to(tl.int64)
-                query = normed_head(tl.where(is_key, silu(query), 0.0), KEY_DIM**-0.5)
-                key = tl.sum(normed_head(tl.where(is_key, silu(key), 0.0), 1.0), 0)[:, None]
-                logarithm = token_decay(
-                    tl.load(decay + row * decay_stride + head), rates, dt_bias, head
+                query = tl.where(is_key, silu(query), 0.0)
+                query = tl.sum(query * (head_scale(query) * KEY_DIM**-0.5)[:, None], 0)
+                key = tl.where(is_key, silu(key), 0.0)
+                key = tl.sum(key * head_scale(key)[:, None], 0)[:, None]
+                state *= kept_share(
+                    decay + row * decay_stride, rates, dt_bias, head, keys, KEY_DIM, BY_CHANNEL
                 )
                 share = tl.sigmoid(tl.load(beta + row * beta_stride + head).to(tl.float32))
-                state *= tl.exp(logarithm)
                 known = tl.sum(state * key, 0)[None, :]
                 state += key * ((tl.where(is_value, silu(value), 0.0) - known) * share)
-                found = tl.sum(state * tl.sum(query, 0)[:, None], 0)[None, :]
+                found = tl.sum(state * query[:, None], 0)[None, :]
                 gates = tl.load(
                     gate + row * gate_stride + head * VALUE_DIM + values[None, :],
                     mask=is_value,
                     other=0.0,
                 )
-                made = gated_norm(found, gates.to(tl.float32), weights, eps, VALUE_DIM)
+                made = gated_norm(found, gates.to(tl.float32), weights, eps, VALUE_DIM, BY_CHANNEL)
                 line = output + (row * KEY_HEADS * SHARED + head) * VALUE_DIM
                 tl.store(line + values[None, :], made, mask=is_value)
                 at += 1
@@ -209,6 +245,7 @@ def lower_factors(sums: tl.tensor, rows: tl.tensor) -> tl.tensor:
 def delta_chunk_kernel(
     changes: tl.tensor,
     lookups: tl.tensor,
+    scales: tl.tensor,
     rows: tl.tensor,
     beta: tl.tensor,
     decay: tl.tensor,
@@ -229,7 +266,8 @@ def delta_chunk_kernel(
     DEPENDENT: tl.constexpr,
 ) -> None:
     """Program (chunk, value head): what the tokens of a chunk change without a state before them,
-    `changes` [T, Hv, V], and the keys by which they look up that state, `lookups` [T, Hv, K]."""
+    `changes` [T, Hv, V], and the keys by which they look up that state, `lookups` [T, Hv, K].
+    `scales` [T, 2 Hk] gets the factors that give queries and keys their lengths."""
     await_earlier(DEPENDENT)
     chunk, head = tl.program_id(0), tl.program_id(1)
     end, at = tl.load(chunk_ends + chunk), tl.arange(0, TOKENS)
@@ -237,46 +275,43 @@ def delta_chunk_kernel(
     keys, values = tl.arange(0, KEYS), tl.arange(0, VALUES)
     WIDTH: tl.constexpr = (2 * KEY_DIM + SHARED * VALUE_DIM) * KEY_HEADS
     kind = rows.dtype.element_ty
-    key_channels = (KEY_HEADS + head // SHARED) * KEY_DIM + keys
-    key = load_heads(rows, tokens, end, key_channels, keys < KEY_DIM, WIDTH).to(tl.float32)
-    key = normed_head(key, 1.0)
-    share = tl.load(
-        beta + tokens.to(tl.int64) * beta_stride + head, mask=tokens < end, other=0.0
-    ).to(tl.float32)
-    share = tl.sigmoid(share)
+    group, inside = head // SHARED, tokens < end
+    key_channels = (KEY_HEADS + group) * KEY_DIM + keys
+    key = load_heads(rows, tokens, end, key_channels, keys < KEY_DIM, WIDTH)
+    lengths = scales + tokens.to(tl.int64) * (2 * KEY_HEADS) + group
+    key_scale = head_scale(key)
+    if head % SHARED == 0:
+        query = load_heads(rows, tokens, end, group * KEY_DIM + keys, keys < KEY_DIM, WIDTH)
+        tl.store(lengths, head_scale(query) * KEY_DIM**-0.5, mask=inside)
+        tl.store(lengths + KEY_HEADS, key_scale, mask=inside)
+    share = tl.load(beta + tokens.to(tl.int64) * beta_stride + head, mask=inside, other=0.0)
+    share = tl.sigmoid(share.to(tl.float32))
     sums = chunk_decays(decay, decay_stride, tokens, end, head, rates, dt_bias)
-    narrow = key.to(kind)
-    products = tl.dot(narrow, tl.trans(narrow), input_precision=EXACT)
-    products = products * lower_factors(sums, at) * share[:, None]
+    products = tl.dot(key, tl.trans(key), input_precision=EXACT)
+    products *= lower_factors(sums, at) * (share * key_scale)[:, None] * key_scale[None, :]
     products = tl.where(at[:, None] > at[None, :], products, 0.0)
     inverse = tl.where(at[:, None] == at[None, :], 1.0, 0.0)
     for row in range(1, TOKENS):
         chosen = (at == row)[:, None]
         line = tl.sum(tl.where(chosen, products, 0.0), 0)
         inverse -= tl.where(chosen, tl.sum(line[:, None] * inverse, 0)[None, :], 0.0)
-    inverse = inverse.to(kind)
-    scaled = (key * (share * tl.exp(sums))[:, None]).to(kind)
-    found = tl.dot(inverse, scaled, input_precision=EXACT)
     line = tokens.to(tl.int64)[:, None] * (KEY_HEADS * SHARED) + head
-    inside = (tokens < end)[:, None]
-    tl.store(
-        lookups + line * KEY_DIM + keys[None, :], found, mask=inside & (keys < KEY_DIM)[None, :]
-    )
+    scaled = (inverse * (share * key_scale * tl.exp(sums))[None, :]).to(kind)
+    found = tl.dot(scaled, key, input_precision=EXACT)
+    mask = inside[:, None] & (keys < KEY_DIM)[None, :]
+    tl.store(lookups + line * KEY_DIM + keys[None, :], found, mask=mask)
     value_channels = 2 * KEY_HEADS * KEY_DIM + head * VALUE_DIM + values
     value = load_heads(rows, tokens, end, value_channels, values < VALUE_DIM, WIDTH)
-    scaled = (value.to(tl.float32) * share[:, None]).to(kind)
-    found = tl.dot(inverse, scaled, input_precision=EXACT)
-    tl.store(
-        changes + line * VALUE_DIM + values[None, :],
-        found,
-        mask=inside & (values < VALUE_DIM)[None, :],
-    )
+    found = tl.dot((inverse * share[None, :]).to(kind), value, input_precision=EXACT)
+    mask = inside[:, None] & (values < VALUE_DIM)[None, :]
+    tl.store(changes + line * VALUE_DIM + values[None, :], found, mask=mask)
 
 
 @jit_unspecialized("sources", "targets", "stride")
 def delta_states_kernel(
     changes: tl.tensor,
     lookups: tl.tensor,
+    scales: tl.tensor,
     rows: tl.tensor,
     decay: tl.tensor,
     rates: tl.tensor,
@@ -331,8 +366,9 @@ def delta_states_kernel(
             key = load_heads(
                 rows, tokens, end, query_channels + KEY_HEADS * KEY_DIM, keys < KEY_DIM, WIDTH
             )
-            query = normed_head(query.to(tl.float32), KEY_DIM**-0.5)
-            key = normed_head(key.to(tl.float32), 1.0)
+            own_scales = scales + tokens.to(tl.int64) * (2 * KEY_HEADS) + head // SHARED
+            query_scale = tl.load(own_scales, mask=tokens < end, other=0.0)
+            key_scale = tl.load(own_scales + KEY_HEADS, mask=tokens < end, other=0.0)
             sums = chunk_decays(decay, decay_stride, tokens, end, head, rates, dt_bias)
             line = tokens.to(tl.int64)[:, None] * (KEY_HEADS * SHARED) + head
             inside = (tokens < end)[:, None]
@@ -346,15 +382,15 @@ def delta_states_kernel(
             known = state.to(kind)
             change = tl.load(own, mask=mask, other=0.0).to(tl.float32)
             change -= tl.dot(lookup, known, input_precision=EXACT)
-            narrow = change.to(kind)
-            scores = tl.dot(query.to(kind), tl.trans(key.to(kind)), input_precision=EXACT)
-            scores = (scores * lower_factors(sums, rank)).to(kind)
-            found = tl.dot((query * tl.exp(sums)[:, None]).to(kind), known, input_precision=EXACT)
-            found = tl.dot(scores, narrow, found, input_precision=EXACT)
-            tl.store(own, found, mask=mask)
+            scores = tl.dot(query, tl.trans(key), input_precision=EXACT)
+            scores *= lower_factors(sums, rank) * key_scale[None, :]
+            found = tl.dot(query, known, input_precision=EXACT) * tl.exp(sums)[:, None]
+            found = tl.dot(scores.to(kind), change.to(kind), found, input_precision=EXACT)
+            tl.store(own, found * query_scale[:, None], mask=mask)
             last = tl.min(sums, 0)
-            scaled = (key * tl.exp(last - sums)[:, None]).to(kind)
-            state = tl.dot(tl.trans(scaled), narrow, state * tl.exp(last), input_precision=EXACT)
+            change *= (key_scale * tl.exp(last - sums))[:, None]
+            state *= tl.exp(last)
+            state = tl.dot(tl.trans(key), change.to(kind), state, input_precision=EXACT)
         target = targets + tl.load(write_rows + write).to(tl.int64) * stride
         if tl.load(target) >= 0:
             places = matrix_places(
@@ -395,5 +431,5 @@ def delta_gate_kernel(
         own = tl.load(found + line + channels[None, :], mask=mask, other=0.0).to(tl.float32)
         place = gate + tokens.to(tl.int64)[:, None] * gate_stride + channels[None, :]
         gates = tl.load(place, mask=mask, other=0.0).to(tl.float32)
-        made = gated_norm(own, gates, weights, eps, VALUE_DIM)
+        made = gated_norm(own, gates, weights, eps, VALUE_DIM, False)
         tl.store(output + line + channels[None, :], made, mask=mask)

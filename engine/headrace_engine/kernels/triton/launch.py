@@ -371,17 +371,16 @@ def prefill_candidates(first: Launch) -> list[Launch]:
 
 
 def part_candidates(first: DecodeLaunch) -> list[DecodeLaunch]:
-    """Candidates for decodes; `first` is the table's launch.
-
-    The others have other parts, or merge within the kernel.
-    """
+    """Candidates for decodes; `first` is the table's launch. The others have other parts."""
     keys = first.tile.keys
     parts = [first.part * factor for factor in (1, 2, 4)] + [max(keys, first.part // 2)]
-    return [
-        DecodeLaunch(first.tile, part, merges)
-        for part in dict.fromkeys(parts)
-        for merges in (False, True)
-    ]
+    return [replace(first, part=part) for part in dict.fromkeys(parts)]
+
+
+def merge_candidates(first: DecodeLaunch) -> list[DecodeLaunch]:
+    """Candidates for decodes; `first` is the best launch so far. The other merges its parts within
+    the kernel, which must pay: with few parts both are equally fast, with one more they are not."""
+    return [first, replace(first, merges=True)]
 
 
 def tile_candidates(first: DecodeLaunch) -> list[DecodeLaunch]:
@@ -507,10 +506,19 @@ class RecurrentLaunch:
     stages: int
 
 
-# By whether elements have 4 bytes.
-RECURRENT = {False: RecurrentLaunch(64, 32, 4, 2), True: RecurrentLaunch(32, 32, 4, 1)}
+# Runs of fewer tokens are advanced token by token; so are all runs with elements of 4 bytes, for
+# which there are no tensor cores.
+LEAST_CHUNKED, TOKEN_BY_TOKEN = 16, 1 << 30
 
 
-def recurrent_launch(element_bytes: int) -> RecurrentLaunch:
-    """The launch of chunks of a recurrent layer, for elements of 2 or 4 bytes."""
-    return RECURRENT[element_bytes == 4]
+@dataclass(frozen=True, slots=True)
+class RecurrentLaunches:
+    """Launches of gated delta nets and of Mamba-2, whose states have more columns. `least` is the
+    number of tokens from which runs are advanced in chunks, by whether elements have 4 bytes."""
+
+    delta: RecurrentLaunch = RecurrentLaunch(64, 32, 4, 2)
+    space: RecurrentLaunch = RecurrentLaunch(32, 32, 8, 1)
+    least: tuple[int, int] = (LEAST_CHUNKED, TOKEN_BY_TOKEN)
+
+
+RECURRENT = RecurrentLaunches()

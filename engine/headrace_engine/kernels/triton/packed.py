@@ -9,7 +9,7 @@ factor, as in `small_batch_gemm`, and inputs are split into parts if outputs mak
 
 import triton.language as tl
 
-from .jit import await_earlier, jit, jit_unspecialized, prefetch_rows
+from .jit import await_earlier, jit, jit_unspecialized
 from .packed_assembly import (
     BYTES_BFLOAT16,
     BYTES_FLOAT16,
@@ -231,24 +231,17 @@ def packed_linear_kernel(
     ASM: tl.constexpr,
     EXACT: tl.constexpr,
     DEPENDENT: tl.constexpr,
-    AHEAD: tl.constexpr,
 ) -> None:
     """Program (tile of rows and of outputs; part): output [rows, outputs] = x . weight^T (+ bias).
 
     words int16 [steps, outputs, RUN], each step 16 / BITS runs of RUN inputs; scales, and uint8
     zeros if ZERO is READ, [groups of GROUP inputs, outputs]; GROUP 0 means one group. With SPLIT,
     `partial` float32 holds [programs, splits, COLUMNS, ROWS] and `arrived` int32 [programs], zeros
-    before and after; the last program to arrive adds the parts in their order. With DEPENDENT the
-    words of the first AHEAD steps (a power of two) are prefetched first, if `outputs` is a multiple
-    of COLUMNS.
+    before and after; the last program to arrive adds the parts in their order.
     """
+    await_earlier(DEPENDENT)
     tiles = tl.cdiv(rows, ROWS)
     tile, part = tl.program_id(0), tl.program_id(1)
-    if DEPENDENT > 0 and AHEAD > 0:
-        early = tl.minimum(steps * part // splits + tl.arange(0, AHEAD), steps - 1)
-        begins = words + (early * outputs + tile // tiles * COLUMNS).to(tl.int64) * RUN
-        prefetch_rows(begins, outputs * 0 + COLUMNS * RUN * 2, False)
-    await_earlier(DEPENDENT)
     lines = tile % tiles * ROWS + tl.arange(0, ROWS)
     columns = tile // tiles * COLUMNS + tl.arange(0, COLUMNS)
     # Beyond the last output or row, the last is read instead, and nothing is written.

@@ -7,7 +7,7 @@ the weights that the program reads.
 from collections.abc import Iterator
 from dataclasses import replace
 
-from .launch import ExpertLaunch, LinearLaunch, SmallBatchLaunch, VectorLaunch
+from .launch import ExpertLaunch, LinearLaunch, SmallBatchLaunch
 
 # The largest number of rows of a tile, even if there are many tiles.
 TILE_ROWS = 64
@@ -22,15 +22,6 @@ MANY_ROWS_LAUNCH = SmallBatchLaunch(128, 0, 1, 8, 3)
 FLOAT32_LAUNCH = SmallBatchLaunch(32, 0, 1, 4, 1)
 # Further candidates to measure: up to ROWS_BOUND rows, and above.
 FEW_ROWS_CANDIDATES = (SmallBatchLaunch(64, 0, 1, 4, 4), SmallBatchLaunch(128, 0, 1, 8, 3))
-# For one row; the depth is a number of steps.
-VECTOR_CANDIDATES = (
-    VectorLaunch(8, 16, 4),
-    VectorLaunch(16, 16, 4),
-    VectorLaunch(4, 16, 4),
-    VectorLaunch(8, 8, 2),
-    VectorLaunch(16, 8, 2),
-    VectorLaunch(8, 8, 4),
-)
 MANY_ROWS_CANDIDATES = (SmallBatchLaunch(64, 0, 1, 4, 3),)
 ROWS_BOUND = 32
 # Tiles of experts, from few rows to many. Gate and up have separate accumulators, so more than 32

@@ -65,3 +65,13 @@ def softplus(x: tl.tensor) -> tl.tensor:
 @jit
 def silu(x: tl.tensor) -> tl.tensor:
     return x * tl.sigmoid(x)
+
+
+@jit
+def clamped(numbers: tl.tensor, COUNT: tl.constexpr, ROOM: tl.constexpr) -> tl.tensor:
+    """The numbers below COUNT; the last one instead of others. Unchanged if COUNT is a multiple of
+    ROOM, so that loads stay wide."""
+    found = numbers
+    if COUNT % ROOM != 0:
+        found = tl.minimum(numbers, COUNT - 1)
+    return found
