@@ -30,6 +30,7 @@ SPECIAL_NAMES = (
     "mask_token",
 )
 METASPACE = "\u2581"
+_NUMBERS = (int, float, bool)
 _BYTE_TOKEN = re.compile("<0x[0-9A-F]{2}>")
 # The last step of Llama's decoders: it removes the first space of the text.
 _STRIPPED = {"type": "Strip", "content": " ", "start": 1, "stop": 0}
@@ -109,7 +110,8 @@ class Tokenizer:
 
     def protect(self, value: Any) -> Any:
         """A copy of JSON-like data whose special tokens are distinguishable from a template's."""
-        if self._special_pattern is None:
+        # Looking for abstract types takes many times as long.
+        if self._special_pattern is None or value is None or type(value) in _NUMBERS:
             return value
         if isinstance(value, str):
             return self._special_pattern.sub(lambda match: self._placeholders[match[0]], value)
