@@ -9,7 +9,7 @@ import json
 import os
 import re
 import secrets
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import cache, cached_property, partial
 from pathlib import Path
 from typing import Any
@@ -94,14 +94,20 @@ class Tokenizer:
         )
 
     def encode(
-        self, text: str, *, add_special_tokens: bool = True, most: int | None = None
+        self,
+        text: str,
+        *,
+        add_special_tokens: bool = True,
+        most: int | None = None,
+        check: Callable[[], None] | None = None,
     ) -> list[int]:
         """Token ids of a whole prompt, as from transformers: special tokens in it are recognised.
 
         If a long text has more than `most` tokens, only its first ones are returned, more than
-        `most` of them. Raises NoCut for a text of millions of characters without blanks.
+        `most` of them. Raises NoCut for a text of millions of characters without blanks. Calls
+        `check` between the pieces of a long text; what it raises ends the work.
         """
-        return self._encode(self._backend, text, add_special_tokens, most)
+        return self._encode(self._backend, text, add_special_tokens, most, check)
 
     def encode_pair(self, first: str, second: str) -> list[int]:
         """Token ids of two texts as cross-encoders read them, with the tokens between them."""
@@ -128,7 +134,12 @@ class Tokenizer:
         return self._placeholder_pattern.sub(lambda match: self._originals[match[0]], text)
 
     def encode_protected(
-        self, text: str, *, add_special_tokens: bool = False, most: int | None = None
+        self,
+        text: str,
+        *,
+        add_special_tokens: bool = False,
+        most: int | None = None,
+        check: Callable[[], None] | None = None,
     ) -> list[int]:
         """Token ids of a rendered chat, like `encode`; special tokens hidden by `protect` are text.
 
@@ -136,14 +147,19 @@ class Tokenizer:
         names is used, so that nothing in the user's text can be a special token.
         """
         if self._nonce not in text or self._special_pattern is None:
-            return self.encode(text, add_special_tokens=add_special_tokens, most=most)
+            return self.encode(text, add_special_tokens=add_special_tokens, most=most, check=check)
         plain = self.unprotect(
             self._special_pattern.sub(lambda match: self._aliases[match[0]], text)
         )
-        return self._encode(self._renamed_backend, plain, add_special_tokens, most)
+        return self._encode(self._renamed_backend, plain, add_special_tokens, most, check)
 
     def _encode(
-        self, backend: tokenizers.Tokenizer, text: str, special: bool, most: int | None
+        self,
+        backend: tokenizers.Tokenizer,
+        text: str,
+        special: bool,
+        most: int | None,
+        check: Callable[[], None] | None,
     ) -> list[int]:
         def encode(piece: str, *, special: bool) -> list[int]:
             # The batch call releases the GIL; `encode` does not.
@@ -158,6 +174,8 @@ class Tokenizer:
         # Equal ids are one object, as millions of objects take 32 bytes each.
         shared: dict[int, int] = {}
         for piece in pieces(text, plain):
+            if check is not None:
+                check()
             ids += [shared.setdefault(token_id, token_id) for token_id in plain(piece)]
             if most is not None and len(ids) > most:
                 return ids

@@ -25,7 +25,7 @@ from headrace_gateway.limits.bodies import BodyBuffers
 from headrace_gateway.limits.budget import Budget
 from headrace_gateway.limits.fields import BoundedBy
 from headrace_gateway.limits.json_shape import PIECE_BYTES, check_members, check_shape
-from headrace_gateway.limits.work import INLINE_SIZE, WorkPool, size_of
+from headrace_gateway.limits.work import INLINE_SIZE, WorkPool, check_wanted, size_of
 from headrace_gateway.schemas.chat_messages import Body
 from headrace_testing.gateway import serve
 from headrace_testing.waiting import eventually
@@ -193,6 +193,25 @@ async def test_a_tenant_never_has_all_threads() -> None:
 
     assert answer == "in time"
     assert held == ["hostile 0", "hostile 1"]
+
+
+async def test_work_whose_caller_was_cancelled_ends_at_its_next_check() -> None:
+    begun = threading.Event()
+
+    def endless() -> None:
+        while True:
+            begun.set()
+            check_wanted()
+
+    with ThreadPoolExecutor(1) as executor:
+        pool = WorkPool(executor, 1)
+        caller = asyncio.create_task(pool.of("a").run(LARGE, endless))
+        await eventually(holds(begun.is_set))
+        caller.cancel()
+        await eventually(holds(lambda: pool.tenants == 0))
+        answer = await pool.of("a").run(LARGE, lambda: "the thread is free")
+
+    assert answer == "the thread is free"
 
 
 async def test_tenants_without_work_are_forgotten() -> None:
