@@ -6,6 +6,7 @@ import socket
 import struct
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import httpx
 import pytest
@@ -14,6 +15,8 @@ from headrace_common.observability import metric_names as names
 from headrace_common.observability.telemetry import setup
 from headrace_common.protocol.base import EngineStatus
 from headrace_gateway.http.app import AppDependencies, create_app
+from headrace_gateway.http.server import GatewayProtocol
+from headrace_gateway.http.services import Services
 from headrace_gateway.limits.api_keys import KeyFile
 from headrace_gateway.models.loading import load_static
 from headrace_gateway.models.models import Models
@@ -42,6 +45,19 @@ def connect(gateway: Gateway) -> socket.socket:
 def reset(connection: socket.socket) -> None:
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
     connection.close()
+
+
+def calls(monkeypatch: pytest.MonkeyPatch, owner: type, name: str) -> list[None]:
+    """Notes each call of a method."""
+    found: list[None] = []
+    method = getattr(owner, name)
+
+    def noted(*arguments: Any) -> Any:
+        found.append(None)
+        return method(*arguments)
+
+    monkeypatch.setattr(owner, name, noted)
+    return found
 
 
 async def assert_only_one_is_queued(gateway: Gateway) -> None:
@@ -100,18 +116,24 @@ async def test_a_tenant_with_too_many_open_requests_gets_429(
     assert value(families, names.GATEWAY_OPEN_REFUSED.prometheus_name, **tenant) == 1
 
 
-async def test_connections_that_are_reset_before_they_are_accepted_begin_nothing(
-    gateway: Gateway,
+async def test_connections_that_are_reset_before_they_are_accepted_are_not_read(
+    gateway: Gateway, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    read = calls(monkeypatch, GatewayProtocol, "on_message_begin")
+
     for _ in range(CLIENTS):  # the server, on this event loop, accepts nothing meanwhile
         connection = connect(gateway)
         connection.sendall(post())
         reset(connection)
 
     await assert_only_one_is_queued(gateway)
+    assert len(read) == 1
 
 
-async def test_requests_that_are_reset_before_their_turn_begin_nothing(gateway: Gateway) -> None:
+async def test_requests_that_are_reset_before_their_turn_begin_nothing(
+    gateway: Gateway, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    begun = calls(monkeypatch, Services, "body")
     server = gateway.server.server_state
     before = len(server.connections)
 
@@ -125,6 +147,7 @@ async def test_requests_that_are_reset_before_their_turn_begin_nothing(gateway: 
         reset(connection)
 
     await assert_only_one_is_queued(gateway)
+    assert len(begun) == 1
 
 
 async def test_nothing_is_queued_for_a_client_that_leaves_while_its_prompt_is_read(
