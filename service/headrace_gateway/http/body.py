@@ -66,9 +66,11 @@ class BodyLimit:
         tenant = DEFAULT_TENANT if caller is None else caller.tenant
         buffered = self._bodies.open(tenant)
         state[BUFFERED_BODY] = buffered
+        self._turns.open(tenant)
         try:
             await self._hand_on(scope, receive, send, buffered, tenant)
         finally:
+            self._turns.close(tenant)
             buffered.drop()
 
     async def _hand_on(

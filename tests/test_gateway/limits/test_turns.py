@@ -2,15 +2,27 @@
 
 import asyncio
 
+import pytest
+
 from headrace_gateway.limits.turns import RequestTurns
 
 REQUESTS = 20
 
 
+@pytest.fixture(params=[1, 2])
+def turns(request: pytest.FixtureRequest) -> RequestTurns:
+    """Turns while another tenant, `z`, has an open request."""
+    turns = RequestTurns(request.param)
+    turns.open("z")
+    return turns
+
+
 async def begin(turns: RequestTurns, tenant: str, name: str, begun: list[str]) -> None:
+    turns.open(tenant)
     if not turns.begin(tenant):
         await turns.wait(tenant)
     begun.append(name)
+    turns.close(tenant)
 
 
 async def turn() -> None:
@@ -24,16 +36,24 @@ async def begin_all(turns: RequestTurns, tenant: str, begun: list[str]) -> list[
     return tasks
 
 
-async def test_a_request_alone_begins_without_waiting() -> None:
-    turns = RequestTurns(most=1)
-
+async def test_requests_one_after_the_other_do_not_wait(turns: RequestTurns) -> None:
+    turns.open("a")
     for _ in range(3):
         assert turns.begin("a")
         await turn()
 
 
+async def test_a_tenant_that_is_alone_begins_all_of_its_requests_at_once() -> None:
+    turns, begun = RequestTurns(most=1), list[str]()
+
+    await begin_all(turns, "a", begun)
+
+    assert len(begun) == REQUESTS
+
+
 async def test_requests_of_a_tenant_begin_in_their_order_over_several_turns() -> None:
     turns, begun = RequestTurns(most=2), list[str]()
+    turns.open("z")
     tasks = await begin_all(turns, "a", begun)
 
     most, before = 0, 0
@@ -45,8 +65,8 @@ async def test_requests_of_a_tenant_begin_in_their_order_over_several_turns() ->
     assert most == 2
 
 
-async def test_a_tenant_does_not_wait_for_the_line_of_another() -> None:
-    turns, begun = RequestTurns(most=1), list[str]()
+async def test_a_tenant_does_not_wait_for_the_line_of_another(turns: RequestTurns) -> None:
+    begun = list[str]()
     tasks = await begin_all(turns, "a", begun)
 
     assert turns.begin("b")
@@ -56,6 +76,7 @@ async def test_a_tenant_does_not_wait_for_the_line_of_another() -> None:
 
 async def test_a_cancelled_request_takes_no_turn() -> None:
     turns, begun = RequestTurns(most=1), list[str]()
+    turns.open("z")
     tasks = await begin_all(turns, "a", begun)
     for task in tasks[1:-1]:
         task.cancel()
