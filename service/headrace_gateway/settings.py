@@ -295,6 +295,13 @@ class GatewaySettings(BaseSettings):
         "a request, the new one gets 503",
     )
 
+    max_open_requests_per_tenant: int = Field(
+        1024,
+        ge=1,
+        description="requests of one tenant that this gateway has begun and not yet answered, at "
+        "most three quarters of the connections; more get 429. Without API keys there is no limit",
+    )
+
     lease: float = Field(
         10.0,
         ge=1,

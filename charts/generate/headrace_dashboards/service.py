@@ -262,16 +262,19 @@ def _tenants() -> tuple[Panel, ...]:
 def _keys() -> Panel:
     current = q.pods(names.GATEWAY_API_KEYS_CURRENT.prometheus_name)
     strangers = q.pods(names.GATEWAY_UNAUTHORIZED.prometheus_name)
+    crowded = q.pods(names.GATEWAY_OPEN_REFUSED.prometheus_name)
     return Panel(
         title="API keys",
         description=(
             "Keys that gateways accept; gateways that cannot read their key file, so that earlier "
-            "keys stay in use; requests per second without a valid key."
+            "keys stay in use; requests per second without a valid key, and of tenants that have "
+            "max_open_requests_per_tenant open ones."
         ),
         queries=(
             Query(f"max({q.pods(names.GATEWAY_API_KEYS.prometheus_name)})", "keys"),
             Query(f"count({current}) - sum({current})", "gateways with an unusable file"),
             Query(q.total(f"rate({strangers}[{q.WINDOW}])"), "refused per second"),
+            Query(q.total(f"rate({crowded}[{q.WINDOW}])"), "too many open per second"),
         ),
         width=6,
     )

@@ -237,6 +237,12 @@ GATEWAY_UNAUTHORIZED = Metric(
     "{request}",
     "Requests that were refused because they had no valid API key.",
 )
+GATEWAY_OPEN_REFUSED = Metric(
+    "headrace.gateway.open_requests.refused",
+    MetricKind.COUNTER,
+    "{request}",
+    "Requests that were refused because their tenant had max_open_requests_per_tenant open ones.",
+)
 GATEWAY_GRAMMAR_CHECKS = Metric(
     "headrace.gateway.grammar_checks",
     MetricKind.COUNTER,
@@ -397,6 +403,7 @@ GATEWAY_METRICS = (
     GATEWAY_API_KEYS,
     GATEWAY_API_KEYS_CURRENT,
     GATEWAY_UNAUTHORIZED,
+    GATEWAY_OPEN_REFUSED,
     GATEWAY_GRAMMAR_CHECKS,
 )
 # With API keys on, these carry TENANT_LABEL: the tenants of the keys, or OTHER_TENANTS. The others
@@ -409,6 +416,7 @@ TENANT_METRICS = (
     QUEUE_REJECTED,
     STORE_USED,
     GATEWAY_REQUESTS_IN_FLIGHT,
+    GATEWAY_OPEN_REFUSED,
 )
 ENGINE_METRICS = (
     QUEUE_REDELIVERIES,

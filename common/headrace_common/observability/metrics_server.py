@@ -75,6 +75,8 @@ class MetricsServer:
         self._notice: HealthCheck = healthy
         self._pages: Mapping[str, Page] = {}
         self._scrape = threading.Lock()
+        self._scrapes_begun = 0
+        self._last_scrape: tuple[str, bytes] | None = None  # the content's type, and the content
         self._scrapes = ThreadLimit("metrics-scrape", MAX_SCRAPES)
         self._page_threads = ThreadLimit("metrics-page", MAX_PAGES, unbounded=True)
         listener = _bind(host, port) if fd is None else _adopt(fd)
@@ -114,7 +116,8 @@ class MetricsServer:
             return HttpResponse(HTTPStatus.METHOD_NOT_ALLOWED, headers={"Allow": allowed})
         if request.path == "/metrics":
             accept = request.headers.get("accept", "")
-            return DeferredResponse(self._scrapes, lambda: self._metrics(accept))
+            begun = self._scrapes_begun
+            return DeferredResponse(self._scrapes, lambda: self._metrics(accept, begun))
         return self._health(request.path)
 
     def _health(self, path: str) -> HttpResponse:
@@ -129,10 +132,21 @@ class MetricsServer:
             return _text(HTTPStatus.OK, f"ok{warning}")
         return _text(HTTPStatus.SERVICE_UNAVAILABLE, f"{problem}{warning}")
 
-    def _metrics(self, accept: str) -> HttpResponse:
+    def _metrics(self, accept: str, begun: int) -> HttpResponse:
+        """Returns the registry's content, read after the first `begun` scrapes.
+
+        Scrapes that come while another one reads share the next reading.
+        """
         encode, content_type = choose_encoder(accept)
         with self._scrape:  # the OpenTelemetry reader mixes up readings taken at the same time
-            body = encode(self._registry)
+            last = self._last_scrape
+            if self._scrapes_begun > begun and last is not None and last[0] == content_type:
+                body = last[1]
+            else:
+                self._scrapes_begun += 1
+                self._last_scrape = None
+                body = encode(self._registry)
+                self._last_scrape = (content_type, body)
         return HttpResponse(HTTPStatus.OK, body, {"Content-Type": content_type})
 
 

@@ -9,7 +9,7 @@ import json
 import os
 import re
 import secrets
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import cache, cached_property, partial
 from pathlib import Path
 from typing import Any
@@ -30,6 +30,7 @@ SPECIAL_NAMES = (
     "mask_token",
 )
 METASPACE = "\u2581"
+_NUMBERS = (int, float, bool)
 _BYTE_TOKEN = re.compile("<0x[0-9A-F]{2}>")
 # The last step of Llama's decoders: it removes the first space of the text.
 _STRIPPED = {"type": "Strip", "content": " ", "start": 1, "stop": 0}
@@ -93,14 +94,20 @@ class Tokenizer:
         )
 
     def encode(
-        self, text: str, *, add_special_tokens: bool = True, most: int | None = None
+        self,
+        text: str,
+        *,
+        add_special_tokens: bool = True,
+        most: int | None = None,
+        check: Callable[[], None] | None = None,
     ) -> list[int]:
         """Token ids of a whole prompt, as from transformers: special tokens in it are recognised.
 
         If a long text has more than `most` tokens, only its first ones are returned, more than
-        `most` of them. Raises NoCut for a text of millions of characters without blanks.
+        `most` of them. Raises NoCut for a text of millions of characters without blanks. Calls
+        `check` between the pieces of a long text; what it raises ends the work.
         """
-        return self._encode(self._backend, text, add_special_tokens, most)
+        return self._encode(self._backend, text, add_special_tokens, most, check)
 
     def encode_pair(self, first: str, second: str) -> list[int]:
         """Token ids of two texts as cross-encoders read them, with the tokens between them."""
@@ -109,7 +116,8 @@ class Tokenizer:
 
     def protect(self, value: Any) -> Any:
         """A copy of JSON-like data whose special tokens are distinguishable from a template's."""
-        if self._special_pattern is None:
+        # Looking for abstract types takes many times as long.
+        if self._special_pattern is None or value is None or type(value) in _NUMBERS:
             return value
         if isinstance(value, str):
             return self._special_pattern.sub(lambda match: self._placeholders[match[0]], value)
@@ -126,7 +134,12 @@ class Tokenizer:
         return self._placeholder_pattern.sub(lambda match: self._originals[match[0]], text)
 
     def encode_protected(
-        self, text: str, *, add_special_tokens: bool = False, most: int | None = None
+        self,
+        text: str,
+        *,
+        add_special_tokens: bool = False,
+        most: int | None = None,
+        check: Callable[[], None] | None = None,
     ) -> list[int]:
         """Token ids of a rendered chat, like `encode`; special tokens hidden by `protect` are text.
 
@@ -134,14 +147,19 @@ class Tokenizer:
         names is used, so that nothing in the user's text can be a special token.
         """
         if self._nonce not in text or self._special_pattern is None:
-            return self.encode(text, add_special_tokens=add_special_tokens, most=most)
+            return self.encode(text, add_special_tokens=add_special_tokens, most=most, check=check)
         plain = self.unprotect(
             self._special_pattern.sub(lambda match: self._aliases[match[0]], text)
         )
-        return self._encode(self._renamed_backend, plain, add_special_tokens, most)
+        return self._encode(self._renamed_backend, plain, add_special_tokens, most, check)
 
     def _encode(
-        self, backend: tokenizers.Tokenizer, text: str, special: bool, most: int | None
+        self,
+        backend: tokenizers.Tokenizer,
+        text: str,
+        special: bool,
+        most: int | None,
+        check: Callable[[], None] | None,
     ) -> list[int]:
         def encode(piece: str, *, special: bool) -> list[int]:
             # The batch call releases the GIL; `encode` does not.
@@ -156,6 +174,8 @@ class Tokenizer:
         # Equal ids are one object, as millions of objects take 32 bytes each.
         shared: dict[int, int] = {}
         for piece in pieces(text, plain):
+            if check is not None:
+                check()
             ids += [shared.setdefault(token_id, token_id) for token_id in plain(piece)]
             if most is not None and len(ids) > most:
                 return ids

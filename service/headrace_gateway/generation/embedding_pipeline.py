@@ -20,7 +20,7 @@ from ..limits.tenants import tenancy_of
 from ..models.models import ServedModel
 from ..resumable.idempotency import RESUMABLE_HEADER, ResumeOptions, fingerprint, resume_options
 from ..resumable.stored_embeddings import OPERATION, StoredEmbeddingRequest, bytes_of
-from ..streaming.disconnecting_response import answering
+from ..streaming.disconnecting_response import answering, check_client
 from ..telemetry.observation import Observation
 from .admission import Job, tokenizing_limit
 from .embeddings import (
@@ -94,6 +94,7 @@ async def embed(
             job = await _job(call)
             requests = await _requests(call, job, lifetime)
         if resume is None:
+            check_client(request.scope["state"])
             response = await _response(call, job, requests)
         else:
             lasting = pipeline.resumable.stored.lasting(requests, resume)

@@ -30,7 +30,7 @@ from ..resumable.idempotency import fingerprint, resume_options
 from ..schemas.chat_messages import Message
 from ..schemas.completions import GenerationBody
 from ..schemas.structured_fields import StructuredBody
-from ..streaming.disconnecting_response import Delivery, answering
+from ..streaming.disconnecting_response import Delivery, answering, check_client
 from ..telemetry.observation import Observation, Observer, RequestInfo
 from .admission import Admission, Job, tokenizing_limit
 from .constraints import Constraints
@@ -208,6 +208,8 @@ class Pipeline:
             async with self.admission.time_to_queue(lifetime):
                 job = await _job(call, body, queue_id, observation.trace, self.caller)
                 requests = await self.admission.prepare(job, lifetime)
+            if resume is None:
+                check_client(request.scope["state"])
             limits = await self.reserve(job, requests, observation)
             answered = {**named_at(request.scope, observation.request_name), **limits}
             if resume is not None:

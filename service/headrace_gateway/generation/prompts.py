@@ -17,7 +17,7 @@ from headrace_common.text.long_text import PIECE_CHARS, NoCut
 from ..errors import invalid, too_long
 from ..limits.budget import Budget
 from ..limits.json_shape import TOO_COMPLEX, check_shape
-from ..limits.work import Work, size_of
+from ..limits.work import Work, check_wanted, size_of
 from ..models.models import ServedModel
 from ..parsing.harmony.header import is_harmony
 from ..parsing.harmony.messages import described, writable
@@ -114,7 +114,7 @@ class PromptEncoder:
                 )
         _check_size(model, max(sizes), context)
         return await self._work.run(
-            sum(sizes), lambda: [model.tokenizer.encode_pair(*pair) for pair in pairs]
+            sum(sizes), lambda: [_pair(model, first, second) for first, second in pairs]
         )
 
     async def text(self, model: ServedModel, text: str, *, add_special_tokens: bool) -> list[int]:
@@ -187,7 +187,11 @@ def _encoded(
 ) -> list[int]:
     special = options.add_special_tokens
     encode = partial(
-        model.tokenizer.encode_protected, text, add_special_tokens=special, most=context
+        model.tokenizer.encode_protected,
+        text,
+        add_special_tokens=special,
+        most=context,
+        check=check_wanted,
     )
     return _not_empty(_within(encode, size, context, "messages"), "messages")
 
@@ -195,6 +199,7 @@ def _encoded(
 def _one(
     model: ServedModel, prompt: object, name: str, context: int | None, *, special: bool
 ) -> list[int]:
+    check_wanted()
     if isinstance(prompt, str):
         return _not_empty(_text(model, prompt, name, context, special=special), name)
     assert isinstance(prompt, list)
@@ -202,10 +207,21 @@ def _one(
     return prompt
 
 
+def _pair(model: ServedModel, first: str, second: str) -> list[int]:
+    check_wanted()
+    return model.tokenizer.encode_pair(first, second)
+
+
 def _text(
     model: ServedModel, text: str, name: str, context: int | None, *, special: bool
 ) -> list[int]:
-    encode = partial(model.tokenizer.encode, text, add_special_tokens=special, most=context)
+    encode = partial(
+        model.tokenizer.encode,
+        text,
+        add_special_tokens=special,
+        most=context,
+        check=check_wanted,
+    )
     return _within(encode, len(text), context, name)
 
 

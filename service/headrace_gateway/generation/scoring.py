@@ -27,7 +27,7 @@ from ..models.models import ServedModel
 from ..resumable.idempotency import KEY_HEADER, resume_options
 from ..schemas.chat_messages import Body
 from ..schemas.completions import MAX_CACHE_SALT_CHARS
-from ..streaming.disconnecting_response import answering
+from ..streaming.disconnecting_response import answering, check_client
 from .admission import Job, tokenizing_limit
 from .embedding_pipeline import INPUTS_AT_ONCE, SAMPLING
 from .embeddings import EmbeddingExchange, EmbeddingResponse
@@ -188,6 +188,7 @@ async def score(
                 new = await ids.new(model.queue, tenant) if index else request_id
                 sampling = replace(SAMPLING, seed=secrets.randbits(63))
                 requests.append(job.request(new, prompt, sampling, lifetime))
+        check_client(request.scope["state"])
         limits = await pipeline.reserve(job, requests, observation)
 
         async def write(vectors: Sequence[bytes], tokens: int) -> bytes:

@@ -38,6 +38,7 @@ from ..generation.rendering import Rendering
 from ..generation.resumable_response import ResumableRequests
 from ..generation.scoring import RerankRequest, ScoreRequest
 from ..limits.api_keys import KeyFile
+from ..limits.connections import most_connections, tenant_share
 from ..limits.rate_limits import RateLimits
 from ..limits.tenant_stores import StoreLimits, TenantStores
 from ..limits.work import WorkPool
@@ -62,6 +63,7 @@ from .authentication import OPEN_PATHS, Authentication
 from .body import BodyLimit
 from .cross_origin import add_cross_origin
 from .error_handlers import add_error_handlers
+from .open_requests import OpenRequestLimit
 from .routes import (
     batches,
     chat,
@@ -236,6 +238,12 @@ def create_app(settings: GatewaySettings, deps: AppDependencies) -> FastAPI:
         timeout=settings.body_timeout,
     )
     if deps.keys is not None:
+        connections = most_connections(settings.max_connections)
+        app.add_middleware(
+            OpenRequestLimit,
+            most=min(settings.max_open_requests_per_tenant, tenant_share(connections)),
+            refused=metrics.refused_open,
+        )
         open_paths = OPEN_PATHS | (page_paths(page) if settings.console else frozenset())
         document_keys(app, open_paths)
         app.add_middleware(

@@ -1,5 +1,7 @@
 """Reads whole request bodies before a route runs; refuses late, too large and compressed ones.
 
+Begins requests in turn, so that many of one tenant do not delay others.
+
 Pure ASGI, outside of the framework, so that no route can forget it. Passes the body on as one
 message; refusals are answered at once in the form of their API.
 """
@@ -16,6 +18,8 @@ from ..anthropic.errors import body_at
 from ..errors import ApiError, invalid
 from ..limits.bodies import BodyBuffers, BufferedBody
 from ..limits.tenants import caller_of
+from ..limits.turns import RequestTurns
+from ..streaming.sse import CHANNEL, Channel
 
 # After a refusal, this number of bytes is still read and dropped, for at most this number of
 # seconds. So a client that is still writing can read the answer instead of a reset connection.
@@ -50,7 +54,8 @@ class BodyLimit:
         self._max_upload_bytes = max_upload_bytes
         self._timeout = timeout
         self._bodies = BodyBuffers()
-        self._turns = asyncio.Semaphore(CHUNKS_A_TURN)
+        self._chunk_turns = asyncio.Semaphore(CHUNKS_A_TURN)
+        self._turns = RequestTurns()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http" or scope["method"] not in METHODS_WITH_BODY:
@@ -58,15 +63,18 @@ class BodyLimit:
             return
         state = scope.setdefault("state", {})
         caller = caller_of(state)
-        buffered = self._bodies.open(DEFAULT_TENANT if caller is None else caller.tenant)
+        tenant = DEFAULT_TENANT if caller is None else caller.tenant
+        buffered = self._bodies.open(tenant)
         state[BUFFERED_BODY] = buffered
+        self._turns.open(tenant)
         try:
-            await self._hand_on(scope, receive, send, buffered)
+            await self._hand_on(scope, receive, send, buffered, tenant)
         finally:
+            self._turns.close(tenant)
             buffered.drop()
 
     async def _hand_on(
-        self, scope: Scope, receive: Receive, send: Send, buffered: BufferedBody
+        self, scope: Scope, receive: Receive, send: Send, buffered: BufferedBody, tenant: str
     ) -> None:
         try:
             limit, media = self._max_bytes, JSON
@@ -85,6 +93,10 @@ class BodyLimit:
             await _refuse(slow, scope, receive, send)
             return
         except _Gone:
+            return
+        if not self._turns.begin(tenant):
+            await self._turns.wait(tenant)
+        if _is_reset(scope):
             return
         await self._app(scope, _replay(body, receive), send)
 
@@ -105,8 +117,14 @@ class BodyLimit:
             if not more:
                 return bytes(body)
             if len(body) > LARGE_BYTES:
-                async with self._turns:
+                async with self._chunk_turns:
                     await asyncio.sleep(0)
+
+
+def _is_reset(scope: Scope) -> bool:
+    """Whether the client of a POST has reset its connection, so that nothing need begin."""
+    channel: Channel | None = scope["state"].get(CHANNEL)
+    return channel is not None and scope["method"] == "POST" and channel.has_reset
 
 
 def _check_headers(scope: Scope, limit: int, media: str) -> None:

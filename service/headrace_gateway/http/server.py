@@ -23,11 +23,15 @@ from ..limits.connections import ConnectionLimit, most_connections
 from ..settings import GatewaySettings
 from ..streaming.sse import ABORT, CHANNEL
 from .body import refusal
+from .peer import Peer
 
 # Requests that may wait on one connection until its answer is sent.
 MAX_PIPELINED = 16
 MAX_PIPELINED_BYTES = 64 * 1024
 BACKLOG = 2048
+# The connections that one turn of the event loop accepts. libuv accepts one for each listening
+# socket, so a client would wait a turn for each connection before its own.
+ACCEPTED_A_TURN = 8
 # Seconds for answers that a drain cuts short to reach their clients.
 FAREWELL_SECONDS = 2.0
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
@@ -52,13 +56,14 @@ class BodyChannel:
     The status, the headers and the last piece go through ASGI.
     """
 
-    __slots__ = ("_cycle", "_descriptor", "_flow", "_transport")
+    __slots__ = ("_cycle", "_descriptor", "_flow", "_peer", "_transport")
 
-    def __init__(self, cycle: RequestResponseCycle) -> None:
+    def __init__(self, cycle: RequestResponseCycle, peer: Peer) -> None:
         self._cycle = cycle
         self._flow = cycle.flow
         self._transport = cycle.transport
-        self._descriptor = _descriptor(cycle.transport)
+        self._peer = peer
+        self._descriptor = peer.descriptor
 
     @property
     def ready(self) -> bool:
@@ -69,6 +74,14 @@ class BodyChannel:
             and not cycle.disconnected
             and not cycle.response_complete
         )
+
+    @property
+    def has_reset(self) -> bool:
+        return bool(self._cycle.disconnected) or self._peer.has_reset
+
+    @property
+    def has_left(self) -> bool:
+        return bool(self._cycle.disconnected) or self._peer.has_left
 
     def write(self, content: bytes) -> None:
         piece = b"%x\r\n%b\r\n" % (len(content), content)
@@ -90,14 +103,6 @@ class BodyChannel:
             return 0  # full or broken; the transport handles both cases
 
 
-def _descriptor(transport: asyncio.Transport) -> int | None:
-    """Returns the file descriptor of a transport's socket, if it takes bytes unchanged."""
-    connected = transport.get_extra_info("socket")
-    if connected is None or transport.get_extra_info("sslcontext") is not None:
-        return None
-    return int(connected.fileno())
-
-
 class GatewayProtocol(HttpToolsProtocol):
     """HTTP/1.1 with bounds on everything around a body. `header_timeout` in seconds.
 
@@ -117,8 +122,14 @@ class GatewayProtocol(HttpToolsProtocol):
     _in_headers = False
     _header_timer: asyncio.TimerHandle | None = None
     _answering: RequestResponseCycle | None = None
+    _peer: Peer
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        self._peer = Peer(transport)
+        if self._peer.has_reset:  # while it waited to be accepted
+            self.transport = transport
+            transport.abort()
+            return
         super().connection_made(transport)
         if self.places.take(self):
             self._await_headers()
@@ -186,7 +197,7 @@ class GatewayProtocol(HttpToolsProtocol):
         if not self.pipeline:
             self._answering = self.cycle
         if self.cycle is not None and self.cycle.scope is self.scope:
-            self.scope["state"][CHANNEL] = BodyChannel(self.cycle)
+            self.scope["state"][CHANNEL] = BodyChannel(self.cycle, self._peer)
 
     def _start_asgi_task(self, cycle: RequestResponseCycle, app: Any) -> None:
         if cycle.scope["http_version"] == "1.0":
@@ -353,7 +364,10 @@ class GatewayServer(uvicorn.Server):
         self._stopping.set()
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        await super().startup(sockets)
+        given = sockets or []
+        # Their servers close them.
+        further = [each.dup() for each in given for _ in range(ACCEPTED_A_TURN - 1)]
+        await super().startup([*given, *further])
         self._on_ready()
 
     async def main_loop(self) -> None:

@@ -6,12 +6,15 @@ for Redis, health, metrics and files.
 
 import logging
 import resource
+from functools import cache
 from typing import Protocol
 
 logger = logging.getLogger(__name__)
 
 # Descriptors that are reserved for the process.
 RESERVED = 64
+# The part of the connections that one tenant's open requests may take.
+TENANT_SHARE = 0.75
 # The number of further connections, which stay open until they have read that the server is full.
 SURPLUS = 16
 
@@ -63,6 +66,12 @@ class ConnectionLimit:
         self._idle.pop(connection, None)
 
 
+def tenant_share(connections: int) -> int:
+    """Returns how many of the connections one tenant's open requests may take."""
+    return max(1, int(connections * TENANT_SHARE))
+
+
+@cache
 def most_connections(wanted: int) -> int:
     """Returns how many connections are possible: as many as wanted, or as descriptors allow.
 

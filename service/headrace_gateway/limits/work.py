@@ -6,10 +6,11 @@ such calls. The event loop runs between them.
 
 import asyncio
 import sys
+import threading
 from collections.abc import Callable, Mapping
 from concurrent.futures import Executor
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import Any, Generic, TypeVar
 
 from headrace_common.pools.fair_slots import FairSlots
 
@@ -43,6 +44,43 @@ def size_of(value: object) -> int:
     return size
 
 
+class Abandoned(Exception):
+    """No caller waits for the result of this work."""
+
+
+class _Job(Generic[Result]):
+    """Work in a thread."""
+
+    def __init__(self, work: Callable[[], Result]) -> None:
+        self._work = work
+        self.abandoned = False
+
+    def __call__(self) -> Result:
+        _thread.job = self
+        try:
+            return self._work()
+        finally:
+            _thread.job = None
+
+
+class _Thread(threading.local):
+    """The job that this thread runs."""
+
+    job: _Job[Any] | None = None
+
+
+_thread = _Thread()
+
+
+def check_wanted() -> None:
+    """Raises Abandoned if this thread's work is not wanted any more.
+
+    Long work calls it between its pieces.
+    """
+    if _thread.job is not None and _thread.job.abandoned:
+        raise Abandoned
+
+
 class WorkPool:
     """Shares the threads of an executor between tenants; one tenant has at most all but one."""
 
@@ -59,14 +97,20 @@ class WorkPool:
         return self._slots.tenants
 
     async def run(self, tenant: str, work: Callable[[], Result]) -> Result:
-        """Runs work in a thread, once one is free for the tenant. The thread finishes the work even
-        if the caller is cancelled.
+        """Runs work in a thread, once one is free for the tenant.
+
+        If the caller is cancelled, the thread continues until the work calls `check_wanted`.
         """
         await self._slots.enter(tenant)
         loop = asyncio.get_running_loop()
-        future = self._executor.submit(work)
+        job = _Job(work)
+        future = self._executor.submit(job)
         future.add_done_callback(lambda _: loop.call_soon_threadsafe(self._slots.leave, tenant))
-        return await asyncio.wrap_future(future)
+        try:
+            return await asyncio.wrap_future(future)
+        except asyncio.CancelledError:
+            job.abandoned = True
+            raise
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,14 +13,14 @@ from typing import Any
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from headrace_common.errors import HeadraceError
+from headrace_common.errors import FailureCode, HeadraceError, RequestFailed
 
 from ..errors import ApiError, to_api_error, unavailable
 from ..queue_client.drain import Drain
 from ..queue_client.ports import QueuePositions
 from ..queue_client.run import Usage
 from ..telemetry.observation import Observation
-from .sse import Writer
+from .sse import CHANNEL, Channel, Writer
 
 # The key of a request's state for the response that its endpoint returned.
 RESPONSE = "headrace.response"
@@ -114,6 +114,13 @@ def answering(state: MutableMapping[str, Any], response: Response) -> Response:
     """Notes the response in its request's state, so that it can be discarded if it is not sent."""
     state[RESPONSE] = response
     return response
+
+
+def check_client(state: MutableMapping[str, Any]) -> None:
+    """Raises RequestFailed if the client of a request has left already."""
+    channel: Channel | None = state.get(CHANNEL)
+    if channel is not None and channel.has_left:
+        raise RequestFailed(FailureCode.CANCELLED, "the client has left")
 
 
 async def discard_unsent(state: MutableMapping[str, Any]) -> None:

@@ -42,6 +42,14 @@ class Channel(Protocol):
     def ready(self) -> bool:
         """Whether a piece can be written now: the status is sent, and the client keeps up."""
 
+    @property
+    def has_reset(self) -> bool:
+        """Whether the client has reset the connection."""
+
+    @property
+    def has_left(self) -> bool:
+        """Whether the client has reset or closed the connection."""
+
     def write(self, content: bytes) -> None:
         """Writes one piece, not the last one. Only if `ready`."""
 

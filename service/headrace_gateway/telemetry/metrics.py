@@ -79,6 +79,7 @@ class GatewayMetrics:
         self._disconnects = counter(meter, names.GATEWAY_DISCONNECTS)
         self._in_flight = up_down_counter(meter, names.GATEWAY_REQUESTS_IN_FLIGHT)
         self._unauthorized = counter(meter, names.GATEWAY_UNAUTHORIZED)
+        self._refused_open = counter(meter, names.GATEWAY_OPEN_REFUSED)
         self._batch_requests = counter(meter, names.BATCH_REQUESTS)
         self._batches_ended = counter(meter, names.BATCH_ENDED)
         self._grammar_checks = counter(meter, names.GATEWAY_GRAMMAR_CHECKS)
@@ -93,6 +94,10 @@ class GatewayMetrics:
     def unauthorized(self) -> None:
         """Counts a request without a valid key."""
         self._unauthorized.add(1)
+
+    def refused_open(self, tenant: str) -> None:
+        """Counts a request of a tenant that has too many open ones."""
+        self._refused_open.add(1, self._of(tenant, {}))
 
     def grammar_checked(self, result: CheckResult) -> None:
         """Counts the check of a constraint that was not known to be good before."""

@@ -71,11 +71,13 @@ class BlockedCollector(Collector):
 
     def __init__(self) -> None:
         self.entered, self.release = threading.Event(), threading.Event()
+        self.readings = 0
 
     def describe(self) -> Iterator[Metric]:
         yield from ()
 
     def collect(self) -> Iterator[Metric]:
+        self.readings += 1
         self.entered.set()
         self.release.wait(PATIENCE_S)
         yield from ()
@@ -161,6 +163,27 @@ def test_probes_do_not_wait_for_scrapes_and_scrapes_are_bounded() -> None:
                 collector.release.set()
                 assert first.result() == 200
                 assert [received(each).split()[1] for each in waiting[:-1]] == [b"200"] * 7
+        finally:
+            collector.release.set()
+
+
+def test_scrapes_that_wait_for_another_one_share_the_next_reading() -> None:
+    collector = BlockedCollector()
+    with serving(collector) as server, ThreadPoolExecutor(MAX_SCRAPES) as pool:
+        try:
+            first = pool.submit(status_of, server, SCRAPE)
+            assert collector.entered.wait(PATIENCE_S)
+            with ExitStack() as opened:
+                waiting = [opened.enter_context(connect(server)) for _ in range(MAX_SCRAPES)]
+                for connection in waiting:
+                    connection.sendall(SCRAPE)
+                assert received(waiting[-1]).split()[1] == b"503"  # the others have come
+                collector.release.set()
+                answers = {received(each) for each in waiting[:-1]}
+                assert first.result() == 200
+            assert len(answers) == 1 and collector.readings == 2
+            assert status_of(server, SCRAPE) == 200
+            assert collector.readings == 3
         finally:
             collector.release.set()
 

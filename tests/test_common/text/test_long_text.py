@@ -78,6 +78,22 @@ def test_a_text_over_the_limit_is_not_read_to_its_end() -> None:
     assert 10 < len(ids) < len(tokenizer.encode(text)) / 2
 
 
+def test_a_long_text_is_not_read_on_if_the_check_between_its_pieces_fails() -> None:
+    tokenizer = Tokenizer(byte_level_tokenizer(), special_tokens={}, eos_token_ids=())
+    text, checks = "word " * 200_000, list[int]()
+
+    def check() -> None:
+        checks.append(1)
+        if len(checks) == 3:
+            raise InterruptedError
+
+    for encode in (tokenizer.encode, tokenizer.encode_protected):
+        checks.clear()
+        with pytest.raises(InterruptedError):
+            encode(text, check=check)
+        assert len(checks) == 3
+
+
 def test_a_word_of_unlimited_length_is_refused() -> None:
     tokenizer = Tokenizer(byte_level_tokenizer(), special_tokens={}, eos_token_ids=())
     with pytest.raises(NoCut, match="blanks"):

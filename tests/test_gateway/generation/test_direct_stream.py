@@ -123,6 +123,14 @@ class FakeConnection:
         self.writable = asyncio.Event()
         self.writable.set()
 
+    @property
+    def has_reset(self) -> bool:
+        return self.gone.is_set()
+
+    @property
+    def has_left(self) -> bool:
+        return self.gone.is_set()
+
     def write(self, content: bytes) -> None:
         assert self.ready and self.started
         self.writes += 1

@@ -24,8 +24,8 @@ from headrace_gateway.errors import ApiError
 from headrace_gateway.limits.bodies import BodyBuffers
 from headrace_gateway.limits.budget import Budget
 from headrace_gateway.limits.fields import BoundedBy
-from headrace_gateway.limits.json_shape import check_members, check_shape
-from headrace_gateway.limits.work import INLINE_SIZE, WorkPool, size_of
+from headrace_gateway.limits.json_shape import PIECE_BYTES, check_members, check_shape
+from headrace_gateway.limits.work import INLINE_SIZE, WorkPool, check_wanted, size_of
 from headrace_gateway.schemas.chat_messages import Body
 from headrace_testing.gateway import serve
 from headrace_testing.waiting import eventually
@@ -71,9 +71,9 @@ VALUES = st.recursive(
 )
 
 
-@given(value=VALUES, ascii_only=st.booleans())
+@given(value=VALUES, ascii_only=st.booleans(), piece_bytes=st.integers(1, 64))
 def test_json_is_refused_exactly_if_its_count_exceeds_the_limit(
-    value: Any, ascii_only: bool
+    value: Any, ascii_only: bool, piece_bytes: int
 ) -> None:
     """Values are counted including the whole, and an empty list or object as if it had one
     value."""
@@ -82,7 +82,7 @@ def test_json_is_refused_exactly_if_its_count_exceeds_the_limit(
     over = any(number > getattr(SMALL, name) for name, number in counts.items())
     raw = json.dumps(value, ensure_ascii=ascii_only).encode()
 
-    assert refuses(raw) == (over and len(raw) > SMALL.shortest_json_over_budget)
+    assert refuses(raw, piece_bytes) == (over and len(raw) > SMALL.shortest_json_over_budget)
 
 
 def count(value: Any, counts: dict[str, int]) -> None:
@@ -98,12 +98,38 @@ def count(value: Any, counts: dict[str, int]) -> None:
         count(item, counts)
 
 
-def refuses(raw: bytes) -> bool:
+def refuses(raw: bytes, piece_bytes: int) -> bool:
     try:
-        check_shape(raw, SMALL)
+        check_shape(raw, SMALL, piece_bytes)
     except ApiError:
         return True
     return False
+
+
+class ReadBytes(bytes):
+    """Bytes that note the lengths of the pieces that are read of them."""
+
+    def __new__(cls, content: bytes) -> "ReadBytes":
+        made = super().__new__(cls, content)
+        made.lengths = []
+        return made
+
+    lengths: list[int]
+
+    def __getitem__(self, key: Any) -> Any:
+        found = super().__getitem__(key)
+        self.lengths.append(len(found))
+        return found
+
+
+@pytest.mark.parametrize("text", ["a" * 2**22, "\\" * 2**21], ids=["letters", "backslashes"])
+def test_a_large_body_is_read_in_pieces_so_that_other_threads_can_run(text: str) -> None:
+    raw = ReadBytes(json.dumps({"prompt": text}).encode())
+
+    check_shape(raw, Budget())
+
+    assert max(raw.lengths) <= PIECE_BYTES + 1
+    assert sum(raw.lengths) >= len(raw)
 
 
 def test_an_object_of_too_many_members_is_named() -> None:
@@ -167,6 +193,25 @@ async def test_a_tenant_never_has_all_threads() -> None:
 
     assert answer == "in time"
     assert held == ["hostile 0", "hostile 1"]
+
+
+async def test_work_whose_caller_was_cancelled_ends_at_its_next_check() -> None:
+    begun = threading.Event()
+
+    def endless() -> None:
+        while True:
+            begun.set()
+            check_wanted()
+
+    with ThreadPoolExecutor(1) as executor:
+        pool = WorkPool(executor, 1)
+        caller = asyncio.create_task(pool.of("a").run(LARGE, endless))
+        await eventually(holds(begun.is_set))
+        caller.cancel()
+        await eventually(holds(lambda: pool.tenants == 0))
+        answer = await pool.of("a").run(LARGE, lambda: "the thread is free")
+
+    assert answer == "the thread is free"
 
 
 async def test_tenants_without_work_are_forgotten() -> None:

@@ -69,6 +69,8 @@ def exercise(metrics: GatewayMetrics, tenant: str | None) -> None:
     metrics.rejected("demo", RejectReason.RATE_LIMIT, tenant)
     metrics.started("demo", stream=True, tenant=tenant)
     metrics.disconnected("demo")
+    if tenant is not None:
+        metrics.refused_open(tenant)
     metrics.observe_stores(lambda: [(tenant, 5)], 10)
     metrics.completed(
         CompletedRequest(

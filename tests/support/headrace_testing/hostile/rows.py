@@ -79,11 +79,12 @@ def _http() -> Iterator[Attack]:
         "tenant",
         lambda t: never_read(t.api, post(CHAT, long, t.attacker), HELD_S),
     )
-    yield _attack(
-        "200 requests that are reset",
-        "tenant",
-        lambda t: reset(t.api, post(CHAT, long, t.attacker), 200),
-    )
+    for count in (200, 4_000):  # the second is more than the backlog of the listening socket
+        yield _attack(f"{count:,} requests that are reset", "tenant", _reset(long, count))
+
+
+def _reset(body: bytes, count: int) -> Play:
+    return lambda target: reset(target.api, post(CHAT, body, target.attacker), count)
 
 
 def _pipelined(request: bytes) -> Play:
