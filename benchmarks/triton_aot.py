@@ -125,6 +125,7 @@ SHAPES = {
     "qwen3-moe-float32": replace(QWEN_30B, dtype=torch.float32),
     "qwen3-next": QWEN3_NEXT,
     "qwen3-next-float32": replace(QWEN3_NEXT, dtype=torch.float32),
+    "kimi-linear": ModelShape(hidden=2304, recurrent=DeltaShape(32, 32, 128, 128)),
     "nemotron-h": NEMOTRON_H,
     "nemotron-h-float32": replace(NEMOTRON_H, dtype=torch.float32),
     "falcon-h1": ModelShape(recurrent=Mamba2Shape(24, 128, 1, 256, 4)),

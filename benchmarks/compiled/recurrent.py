@@ -54,18 +54,25 @@ def _advance_delta(
     dtype: torch.dtype,
     runs: tuple[int, ...],
 ) -> None:
+    """Key channels decay by themselves if each value head has its own key head, as in Kimi
+    Linear."""
     row, heads = partial(made, sum(runs), dtype=dtype), shape.value_heads
+    channels = (shape.key_dim,) if heads == shape.key_heads else ()
     weights = DeltaWeights(
         convolution=Convolution(made(shape.channels, SIZE, dtype=dtype), None),
         a_log=made(heads),
-        dt_bias=made(heads),
+        dt_bias=made(heads, *channels),
         norm=made(shape.value_dim, dtype=dtype),
         eps=1e-6,
         shape=shape,
     )
     memory = _memory((conv_state(shape.channels, SIZE, dtype), shape.state), dtype, runs)
-    gate, beta = row(heads, shape.value_dim), row(heads)
-    recurrences.gated_delta(weights)(row(shape.channels), gate, beta, beta, 0, memory)
+    gate, beta, decay = (
+        row(heads, shape.value_dim),
+        row(heads),
+        row(shape.key_width if channels else heads),
+    )
+    recurrences.gated_delta(weights)(row(shape.channels), gate, beta, decay, 0, memory)
 
 
 def _advance_space(

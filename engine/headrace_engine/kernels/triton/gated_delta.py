@@ -1,7 +1,7 @@
 """Gated delta nets (https://arxiv.org/abs/2412.06464) between their products.
 
 Short runs are advanced token by token in one launch. Of longer runs, chunks of tokens are turned
-into products: with the decays' sums g and A[i, j] = beta_i (k_i k_j) exp(g_i - g_j) for j < i, the
+into products. With the decays' sums g, let A[i, j] = beta_i (k_i k_j) exp(g_i - g_j) for j < i. The
 inverse of I + A gives what each token changes, apart from the state before the chunk. A head's
 state then passes from chunk to chunk. Where each key channel decays by itself (Kimi Delta
 Attention), all runs are advanced token by token.

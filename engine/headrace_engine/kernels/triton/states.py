@@ -1,8 +1,8 @@
 """Tiles of recurrent states, whose elements are scattered over blocks of the KV cache.
 
-A block has ELEMENTS elements in `pages`, then MORE elements in `more`. A state's blocks are listed
-at `blocks`. Memory is written only if the first of its blocks is not negative, so that recorded
-steps can have writes that are not wanted.
+The first ELEMENTS of a block are in `pages`, the MORE after them in `more`. A state's blocks are
+listed at `blocks`. Memory is written only if the first of its blocks is not negative, so that
+recorded steps can have writes that are not wanted.
 """
 
 import triton.language as tl
