@@ -296,7 +296,7 @@ class GatewaySettings(BaseSettings):
     )
 
     max_open_requests_per_tenant: int = Field(
-        1024,
+        10_000,
         ge=1,
         description="requests of one tenant that this gateway has begun and not yet answered, at "
         "most three quarters of the connections; more get 429. Without API keys there is no limit",
