@@ -161,14 +161,21 @@ class Bench:
         return any(len(one.token_ids) <= one.prompt_length for one in self.engine.running())
 
     def step_seconds(self, steps: int) -> list[float]:
-        """Seconds of each step, shortest first, including all work of the host."""
+        """Seconds of each step, including all work of the host."""
         self.synchronize()
         ends = [time.perf_counter()]
         for _ in range(steps):
             self.engine.step()
             ends.append(time.perf_counter())
         self.synchronize()
-        return sorted(end - begin for begin, end in pairwise(ends))
+        return [end - begin for begin, end in pairwise(ends)]
+
+    @property
+    def device_allocations(self) -> int:
+        """How often torch has asked the driver for memory, which makes a step wait."""
+        if self.device.type != "cuda":
+            return 0
+        return int(torch.cuda.memory_stats(self.device)["num_device_alloc"])
 
     def abort(self) -> None:
         for name in list(self.engine.sequences()):

@@ -108,13 +108,15 @@ def measure_decode(
     steps = task.sizes.steps
     bench.decoding(batch, context, steps + PROFILED + 8)
     bench.step_seconds(4)
+    before = bench.device_allocations
     taken = bench.step_seconds(steps)
     seconds = statistics.median(taken)
     middle = context + 4 + steps // 2
     floor = task.roofs.step(task.shape, [(1, middle)] * batch, batch)
     report(
         what, value=seconds * 1e3, unit="ms a step", share=floor / seconds, goal=goal,
-        tokens_per_s=batch / seconds, longest_ms=taken[-1] * 1e3,
+        tokens_per_s=batch / seconds, longest_ms=max(taken) * 1e3,
+        longest_at=taken.index(max(taken)), device_allocations=bench.device_allocations - before,
     )  # fmt: skip
     profile_decode(task, bench, report, batch, context)
     bench.abort()
