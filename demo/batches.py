@@ -18,7 +18,7 @@ from dialogues import draw
 from tokens import CONTEXT, FILE, IGNORED, Example, encode
 
 # Columns of the batches: a text goes into the narrowest one that it fits.
-WIDTHS = (*range(32, 321, 32), 384, 448, 512, 768, 1024, CONTEXT)
+WIDTHS: tuple[int, ...] = (*range(32, 321, 32), 384, 448, 512, 768, 1024, CONTEXT)
 _WAITING = 4  # finished batches of a process that nobody has taken yet
 
 
@@ -35,10 +35,13 @@ class Batch:
 
     def to(self, device: torch.device) -> "Batch":
         """The batch on a device, as indices."""
-        tensors = (self.ids, self.places, self.labels)
-        if device.type == "cuda":
-            tensors = tuple(tensor.pin_memory().to(device, non_blocking=True) for tensor in tensors)
-        return Batch(*(tensor.long() for tensor in tensors))
+        return Batch(*(_index(tensor, device) for tensor in (self.ids, self.places, self.labels)))
+
+
+def _index(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+    if device.type == "cuda":
+        tensor = tensor.pin_memory()
+    return tensor.to(device, non_blocking=True).long()
 
 
 _Packed = tuple[bytes, bytes, bytes, int]
@@ -77,7 +80,7 @@ def _batch(
 
 def width_of(example: Example) -> int:
     """The columns that a text needs."""
-    return next(width for width in WIDTHS if len(example.ids) <= width)
+    return min(width for width in WIDTHS if len(example.ids) <= width)
 
 
 class Batches:

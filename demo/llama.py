@@ -75,8 +75,8 @@ class Llama(nn.Module):
         self.norm = nn.Parameter(torch.ones(HIDDEN))
         rates = THETA ** (-torch.arange(0, HEAD_SIZE, 2) / HEAD_SIZE)
         angles = torch.outer(torch.arange(CONTEXT), rates)[:, None, :]
-        self.register_buffer("cosines", angles.cos(), persistent=False)
-        self.register_buffer("sines", angles.sin(), persistent=False)
+        self.cosines = nn.Buffer(angles.cos(), persistent=False)
+        self.sines = nn.Buffer(angles.sin(), persistent=False)
 
     def logits(self, batch: Batch) -> torch.Tensor:
         """Scores [places, VOCABULARY] of the positions with a label, float32."""
@@ -102,7 +102,8 @@ class Optimizer:
     """
 
     def __init__(self, model: Llama, weight_decay: float) -> None:
-        matrices, others = [], []
+        matrices: list[nn.Parameter] = []
+        others: list[nn.Parameter] = []
         for name, weight in model.named_parameters():
             (matrices if "layers" in name and weight.ndim == 2 else others).append(weight)
         self._weight_decay = weight_decay
@@ -156,11 +157,10 @@ class Optimizer:
 
 def _pieces(matrix: torch.Tensor) -> Sequence[torch.Tensor]:
     """The matrices that are joined in one."""
-    match matrix.shape[0]:
-        case rows if rows == _Q + 2 * _KV and matrix.shape[1] == HIDDEN and rows != HIDDEN:
-            return matrix.split([_Q, _KV, _KV])
-        case rows if rows == 2 * INNER:
-            return matrix.split([INNER, INNER])
+    if matrix.shape[0] == _Q + 2 * _KV:
+        return matrix.split_with_sizes([_Q, _KV, _KV])
+    if matrix.shape[0] == 2 * INNER:
+        return matrix.split_with_sizes([INNER, INNER])
     return [matrix]
 
 
@@ -189,10 +189,14 @@ def save(model: Llama, folder: Path, tokenizer: Path, chat_template: str) -> Non
 
 
 def _named(model: Llama) -> list[tuple[str, torch.Tensor]]:
-    named = [("model.embed_tokens.weight", model.embedding), ("model.norm.weight", model.norm)]
+    named: list[tuple[str, torch.Tensor]] = [
+        ("model.embed_tokens.weight", model.embedding),
+        ("model.norm.weight", model.norm),
+    ]
     for at, layer in enumerate(model.layers):
-        q, k, v = layer.qkv.split([_Q, _KV, _KV])
-        gate, up = layer.gate_up.split([INNER, INNER])
+        assert isinstance(layer, Layer)
+        q, k, v = layer.qkv.split_with_sizes([_Q, _KV, _KV])
+        gate, up = layer.gate_up.split_with_sizes([INNER, INNER])
         parts = {
             "input_layernorm": layer.attention_norm,
             "self_attn.q_proj": q,

@@ -163,7 +163,7 @@ def same_data(kind: str, reply: str, expected: str, dialogue: Dialogue) -> bool:
     except ValueError:
         return False
     if kind == "json" and not is_told(dialogue.turns[-1]):
-        return _shape(said) == _shape(wanted)
+        return bool(_shape(said) == _shape(wanted))
     return said == wanted
 
 

@@ -67,7 +67,7 @@ class Unseen:
                 ).item()
                 wrong = batch.places[logits.argmax(-1) != batch.labels] // batch.ids.shape[1]
                 texts += len(batch.ids)
-                right += len(batch.ids) - len(wrong.unique())
+                right += len(batch.ids) - len(set(wrong.tolist()))
                 tokens += len(batch.labels)
             found[kind] = (loss / tokens, right / texts)
         return found
