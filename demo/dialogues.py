@@ -13,7 +13,7 @@ from exercises import counting, lists, repeating, spelling, sums
 from facts import animals, calendar, world
 from knowledge import Knowledge, topics, unknown
 from passages import about_passage
-from reasoning import HIGH, LOW, about_json, about_tool, reasoned
+from reasoning import HIGH, LOW, about_json, about_tool, reasoned, recalled
 from schemas import answer_in_json, is_told
 from stories import make_story, stories, verse
 from tools import (
@@ -27,7 +27,7 @@ from tools import (
     strange_sentence,
     use,
 )
-from turns import Source, Tool, Turn, casual, invented, is_held_out, load
+from turns import Source, Tool, Turn, casual, code, invented, is_held_out, load
 
 _PROJECT = Knowledge(tuple(topics("headrace")))
 _TALK = Knowledge(tuple(topics("talk")), follow_up=False)
@@ -124,7 +124,10 @@ def _with_tools(rng: random.Random) -> Dialogue:
     system = rng.choice(_SYSTEMS) if rng.random() < 0.25 else ""
     if rng.random() < 0.12:
         turns = [turn for _ in range(rng.choice((1, 1, 2))) for turn in _beside_tools(rng, tools)]
-        return Dialogue(tuple(turns), system, tools=tuple(shown))
+        effort = rng.choice((LOW, HIGH)) if rng.random() < 0.2 else ""
+        if effort:
+            turns[-1] = recalled(turns[-1], effort)
+        return Dialogue(tuple(turns), system, tools=tuple(shown), effort=effort)
     turns = _beside_tools(rng, tools) if rng.random() < 0.2 else []
     for used in uses[:-1]:
         turns += used.turns
@@ -193,7 +196,7 @@ def _with_copy(rng: random.Random) -> Dialogue:
 
 
 def _strange_words(rng: random.Random) -> str:
-    return " ".join(invented(rng) for _ in range(rng.randint(1, 6)))
+    return " ".join(rng.choice((invented, invented, code))(rng) for _ in range(rng.randint(1, 6)))
 
 
 def _dialogue(rng: random.Random) -> Dialogue:

@@ -125,7 +125,7 @@ class Optimizer:
 
     @torch.no_grad()
     def _step_matrices(self, rate: float) -> None:
-        gradients = [weight.grad.float() for weight in self._matrices]
+        gradients = _gradients(self._matrices)
         torch._foreach_lerp_(self._momenta, gradients, 0.05)
         torch._foreach_lerp_(gradients, self._momenta, 0.95)
         pieces = [piece for each in gradients for piece in _pieces(each)]
@@ -143,7 +143,7 @@ class Optimizer:
     @torch.no_grad()
     def _step_others(self, rate: float) -> None:
         first, second = 0.9, 0.98
-        gradients = [weight.grad.float() for weight in self._others]
+        gradients = _gradients(self._others)
         torch._foreach_lerp_(self._means, gradients, 1 - first)
         torch._foreach_mul_(self._squares, second)
         torch._foreach_addcmul_(self._squares, gradients, gradients, 1 - second)
@@ -153,6 +153,10 @@ class Optimizer:
         size = -rate / (1 - first**self._steps)
         torch._foreach_addcdiv_(self._other_masters, self._means, roots, size)
         torch._foreach_copy_(list(self._others), self._other_masters)
+
+
+def _gradients(weights: Sequence[nn.Parameter]) -> list[torch.Tensor]:
+    return [weight.grad.float() for weight in weights if weight.grad is not None]
 
 
 def _pieces(matrix: torch.Tensor) -> Sequence[torch.Tensor]:
@@ -167,13 +171,14 @@ def _pieces(matrix: torch.Tensor) -> Sequence[torch.Tensor]:
 def _orthogonal(matrices: torch.Tensor) -> torch.Tensor:
     """Matrices [count, rows, columns] with singular values near 1, by five Newton-Schulz steps."""
     tall = matrices.shape[1] > matrices.shape[2]
-    x = matrices.bfloat16()
+    x: torch.Tensor = matrices.bfloat16()
     x = x.mT if tall else x
     x = x / (x.norm(dim=(1, 2), keepdim=True) + 1e-7)
     for _ in range(5):
         square = x @ x.mT
         x = 3.4445 * x + (-4.7750 * square + 2.0315 * square @ square) @ x
-    return x.mT if tall else x
+    result: torch.Tensor = x.mT if tall else x
+    return result
 
 
 def save(model: Llama, folder: Path, tokenizer: Path, chat_template: str) -> None:

@@ -36,7 +36,7 @@ def reasoned(rng: random.Random, effort: str, plain: Callable[[], Turn]) -> Turn
     elif kind < 0.65:
         turn = _letters(rng, effort)
     else:
-        turn = _recalled(plain(), effort)
+        turn = recalled(plain(), effort)
     if rng.random() < _CUT_SHARE:
         words = turn.reasoning.split(" ")
         turn = turn._replace(reasoning=" ".join(words[: rng.randint(1, len(words))]))
@@ -124,7 +124,7 @@ def _letters(rng: random.Random, effort: str) -> Turn:
     )
 
 
-def _recalled(turn: Turn, effort: str) -> Turn:
+def recalled(turn: Turn, effort: str) -> Turn:
     """Thoughts about a question whose answer needs no steps."""
     worked = _SUM.fullmatch(turn.reply)
     if worked:

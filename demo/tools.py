@@ -9,7 +9,7 @@ import random
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from turns import Argument, Tool, Turn, capital, casual, invented, load
+from turns import Argument, Tool, Turn, capital, casual, code, invented, load
 
 _TABLE: dict[str, Any] = load("tools")
 _INVENTED: dict[str, list[str]] = _TABLE["invented"]
@@ -242,12 +242,14 @@ def _lookup(rng: random.Random) -> Use:
         for _ in range(count)
     ]
     fact = " ".join(facts) if rng.random() < 0.8 else strange_sentence(rng)
-    shown = json.dumps({"text": fact}) if rng.random() < 0.08 else fact
+    shown = json.dumps({"text": fact}, ensure_ascii=False) if rng.random() < 0.08 else fact
     return Use(tool, [*turns, Turn(shown, fact, role="tool")], LOOKUP)
 
 
 def strange_sentence(rng: random.Random) -> str:
-    """Words without sense, some of which do not exist."""
+    """Any sentence to copy: words without sense, some of which do not exist, or a known one."""
+    if rng.random() < 0.35:
+        return rng.choice(_SENTENCES)
     words = [
         invented(rng) if rng.random() < 0.35 else rng.choice(_WORDS[rng.choice(_PLAIN_WORDS)])
         for _ in range(rng.randint(3, 9))
@@ -257,6 +259,16 @@ def strange_sentence(rng: random.Random) -> str:
     return capital(" ".join(words)) + "."
 
 
+def _sentences() -> list[str]:
+    answers = [topic["answer"] for name in ("headrace", "talk") for topic in load(name)["topic"]]
+    texts = [text for each in answers for text in ([each] if isinstance(each, str) else each)]
+    texts += [prompt for topic in load("talk")["topic"] for prompt in topic["ask"]]
+    texts += [line for poem in load("verse")["poems"].values() for line in poem.splitlines()]
+    texts += [*load("verse")["jokes"], *_UNKNOWN["others"]]
+    return [f"{part.rstrip('.')}." for text in texts for part in text.split(". ") if part]
+
+
+_SENTENCES = _sentences()
 _PLAIN_WORDS = ("animals", "things", "colours", "foods", "names", "cities")
 
 
@@ -304,6 +316,8 @@ def invented_topic(rng: random.Random) -> str:
             f"the king of {city(rng)}",
             f"{rng.choice(_WORDS['colours'])} {thing}s",
             f"{capital(word)} {rng.randint(1, 2030)}",
+            code(rng),
+            code(rng).upper(),
         )
     )
 
@@ -476,7 +490,9 @@ def _result(
         fields[invented(rng)] = rng.choice((invented(rng), str(rng.randint(1, 999))))
     kept = rng.sample(list(fields), rng.randint(1, len(fields)))
     data = {name: int(fields[name]) if fields[name].isdigit() else fields[name] for name in kept}
-    return json.dumps(data), ", ".join(f"{name} {value}" for name, value in data.items())
+    return json.dumps(data, ensure_ascii=False), ", ".join(
+        f"{name} {value}" for name, value in data.items()
+    )
 
 
 def _strange_tool(rng: random.Random) -> Use:

@@ -16,6 +16,7 @@ HELD_OUT_SHARE = 40  # one prompt in so many is kept out of the training text
 _ONSETS = (*"bcdfghjklmnprstvwz", *"br ch cl dr fl gr kn pl qu sh sl sp st th tr".split(), "")
 _VOWELS = (*"aeiouaeiouy", *"ai ea ee ie oo ou".split())
 _CODAS = ("", "", "", *"ck d ff k l ll m n n nd ng r r s st t x".split())
+_ACCENTED, _OTHER_SCRIPTS = "äöüéèáíóñåøçßłőë", "東京大阪山川北海абвгдеиклмнор"
 _BEFORE = (
     "Quick question: ",
     "I would like to know: ",
@@ -107,7 +108,22 @@ def invented(rng: random.Random, syllables: int = 0) -> str:
     """A word that does not exist, in small letters."""
     count = syllables or rng.choice((1, 2, 2, 2, 3, 3, 4))
     word = "".join(rng.choice(_ONSETS) + rng.choice(_VOWELS) for _ in range(count))
+    kind = rng.random()
+    if kind < 0.01:
+        return "".join(rng.choice(_OTHER_SCRIPTS) for _ in range(rng.randint(2, 5)))
+    if kind < 0.04:
+        at = rng.randrange(len(word))
+        return word[:at] + rng.choice(_ACCENTED) + word[at + 1 :]
     return word + rng.choice(_CODAS)
+
+
+def code(rng: random.Random) -> str:
+    """Letters and digits as in an id."""
+    letters = "".join(rng.choice("abcdefghijklmnopqrstuvwxyz") for _ in range(rng.randint(1, 4)))
+    digits = str(rng.randint(0, 10 ** rng.randint(1, 5)))
+    return rng.choice(
+        (letters + digits, f"{letters.upper()}-{digits}", digits + letters, f"{letters}_{digits}")
+    )
 
 
 def noisy(rng: random.Random, prompt: str) -> str:
