@@ -34,7 +34,8 @@ def test_a_tool_is_called_and_its_result_told(client: OpenAI, choice: Any) -> No
     asked = client.chat.completions.create(
         model=MODEL, messages=messages, tools=[CALCULATE], tool_choice=choice, temperature=0
     )
-    (call,) = asked.choices[0].message.tool_calls or ()
+    calls: Any = asked.choices[0].message.tool_calls
+    (call,) = calls
     messages += [
         asked.choices[0].message.model_dump(exclude_none=True),
         {"role": "tool", "tool_call_id": call.id, "content": "5535"},
@@ -44,7 +45,7 @@ def test_a_tool_is_called_and_its_result_told(client: OpenAI, choice: Any) -> No
     )
 
     assert asked.choices[0].finish_reason == "tool_calls"
-    assert call.type == "function" and call.function.name == "calculate"
+    assert call.function.name == "calculate"
     assert json.loads(call.function.arguments) == {"expression": "123 * 45"}
     assert told.choices[0].message.content == "123 * 45 = 5535."
 
@@ -85,11 +86,12 @@ def test_the_effort_decides_how_long_it_thinks(client: OpenAI) -> None:
 
 
 def test_a_schema_is_filled_after_thoughts(client: OpenAI) -> None:
-    schema = {"type": "object", "properties": {"answer": {"type": "integer"}}}
+    schema: Any = {"type": "object", "properties": {"answer": {"type": "integer"}}}
+    form: Any = {"type": "json_schema", "json_schema": {"name": "sum", "schema": schema}}
     answer = client.chat.completions.create(
         model=MODEL,
         messages=[{"role": "user", "content": "What is 7 + 8?"}],
-        response_format={"type": "json_schema", "json_schema": {"name": "sum", "schema": schema}},
+        response_format=form,
         reasoning_effort="low",
         temperature=0,
         max_tokens=200,

@@ -103,7 +103,7 @@ def test_the_chat_template_marks_the_roles() -> None:
 
 def shown(dialogue: Dialogue) -> str:
     """A dialogue as the shipped chat template writes it, up to the last reply."""
-    tokenizer = AutoTokenizer.from_pretrained(FOLDER)
+    tokenizer: Any = AutoTokenizer.from_pretrained(FOLDER)
     system = [{"role": "system", "content": dialogue.system}] if dialogue.system else []
     chat = [*system, *(message for turn in dialogue.turns for message in turn.messages)]
     return str(
@@ -131,7 +131,7 @@ def test_the_model_learns_what_the_chat_template_writes() -> None:
 
 
 def test_calls_in_the_history_are_written_as_the_model_writes_them() -> None:
-    tokenizer = AutoTokenizer.from_pretrained(FOLDER)
+    tokenizer: Any = AutoTokenizer.from_pretrained(FOLDER)
     written = call("calculate", {"expression": "1 + 2"})
     function = {"name": "calculate", "arguments": {"expression": "1 + 2"}}
     forms = [
@@ -162,7 +162,7 @@ def test_calls_in_the_history_are_written_as_the_model_writes_them() -> None:
     ],
 )
 def test_efforts_switch_thoughts(variables: dict[str, Any], ending: str, line: str | None) -> None:
-    tokenizer = AutoTokenizer.from_pretrained(FOLDER)
+    tokenizer: Any = AutoTokenizer.from_pretrained(FOLDER)
     chat = [{"role": "user", "content": "Hello!"}]
     text = tokenizer.apply_chat_template(
         chat, tokenize=False, add_generation_prompt=True, **variables
