@@ -33,13 +33,14 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from compiled.hazards import hazards
+from compiled.hazards import READING_WEIGHTS, hazards
 from compiled.launches import candidate_launches, dependent_launches, model_launches
 from compiled.layers import ModelShape
 from compiled.loops import Loop, describe_loop, loops
 from compiled.recording import KernelLaunch
 from headrace_engine.checkpoints.config import ClampedSwiGLU, ExpertsConfig
 from headrace_engine.core.attention_backend import LayerParams
+from headrace_engine.operators.recurrent import DeltaShape
 
 # The compute capability from which kernels may be launched early.
 DEPENDENT = 90
@@ -69,6 +70,10 @@ DEEPSEEK_V3 = ModelShape(
         256, 8, 2048, True, 2048, (True,), sigmoid=True, correction=True, groups=8, kept_groups=4,
         group_best=2, factor=2.5, shared_gate=False,
     ),
+)  # fmt: skip
+QWEN3_NEXT = ModelShape(
+    hidden=2048, inner=5632, heads=16, kv_heads=2, head_dim=256, qk_norm=True, rotated=64,
+    recurrent=DeltaShape(16, 32, 128, 128),
 )  # fmt: skip
 SHAPES = {
     "8b": LLAMA_8B,
@@ -116,6 +121,8 @@ SHAPES = {
     "deepseek-v3-fp8": replace(DEEPSEEK_V3, cache_dtype=torch.float8_e4m3fn),
     "deepseek-v3-float32": replace(DEEPSEEK_V3, dtype=torch.float32),
     "qwen3-moe-float32": replace(QWEN_30B, dtype=torch.float32),
+    "qwen3-next": QWEN3_NEXT,
+    "qwen3-next-float32": replace(QWEN3_NEXT, dtype=torch.float32),
 }  # fmt: skip
 
 
@@ -201,7 +208,9 @@ def compile_launch(launch: KernelLaunch, capability: int, with_loops: bool) -> C
         in_flight=max((int(one, 0) for one in waits), default=0),
         loads=_loads(ptx),
         dependent="griddepcontrol" in ptx,
-        hazards=hazards(ptx, bool(launch.options.get("launch_pdl"))),
+        hazards=hazards(
+            ptx, bool(launch.options.get("launch_pdl")), launch.name in READING_WEIGHTS
+        ),
         loops=loops(binary.asm["cubin"], warps) if with_loops or spilled else [],
     )
 
@@ -281,6 +290,8 @@ def variant(launch: KernelLaunch) -> str:
         "STORE",
         "NORM",
         "INTERLEAVED",
+        "TOKENS",
+        "WRITE",
     )
     shown = [f"{name.lower()} {launch.bound[name]}" for name in names if name in launch.bound]
     stages = launch.options.get("num_stages")

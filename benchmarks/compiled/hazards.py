@@ -3,16 +3,19 @@ waited for earlier kernels. Reads assembly; compiles and runs nothing."""
 
 import re
 
+# Kernels that read weights before they wait. No kernel of a step writes weights.
+READING_WEIGHTS = ("vector_product_kernel",)
+LOADS = r"\bld\.(?!param|shared)"
 # Statements of PTX that may only follow the wait: they access global memory, or leave the program.
 NEEDS_WAIT = (
-    r"\b(?:ld|st|cp|atom|red)\.(?!param|shared|async\.bulk\.prefetch\.L2)"
+    r"\b(?:st|cp|atom|red)\.(?!param|shared|async\.bulk\.prefetch\.L2)"
     r"|\b(?:ret|exit|call|brx)\b"
 )
 
 
-def hazards(ptx: str, early: bool) -> list[str]:
+def hazards(ptx: str, early: bool, reads_weights: bool = False) -> list[str]:
     """Returns the hazards of a kernel: a missing wait, or statements before it that are not
-    prefetches."""
+    prefetches, nor loads if it `reads_weights`."""
     ahead, wait, _ = ptx.partition("griddepcontrol.wait")
     if not early:
         return ["waits, but is not launched early"] if wait else []
@@ -20,7 +23,8 @@ def hazards(ptx: str, early: bool) -> list[str]:
         return ["does not wait"]
     _, _, body = ahead.partition(".entry")
     statements = [line.partition("//")[0].strip() for line in body.splitlines()]
-    return [line for line in statements if re.search(NEEDS_WAIT, line) or _skips_wait(line, body)]
+    needs_wait = NEEDS_WAIT if reads_weights else f"{LOADS}|{NEEDS_WAIT}"
+    return [line for line in statements if re.search(needs_wait, line) or _skips_wait(line, body)]
 
 
 def _skips_wait(line: str, ahead: str) -> bool:

@@ -43,6 +43,7 @@ from .layers import (
 from .meta import META, made
 from .packed_weights import multiply_packed, tune_packed
 from .recording import KernelLaunch, record
+from .recurrent import advance
 
 VOCABULARY = 128_256
 
@@ -61,6 +62,9 @@ def model_launches(capability: int, shape: ModelShape) -> list[KernelLaunch]:
             multiply_packed((shape.qkv_width, shape.hidden), shape.weight_bits, shape.dtype)
         if shape.experts is not None:
             _mix(divmod(capability, 10), shape, shape.experts)
+        if shape.recurrent is not None:
+            for runs in ((1, 1), (1, shape.tokens)):
+                advance(shape.recurrent, shape.dtype, runs)
 
     return record(run)
 
@@ -121,6 +125,8 @@ def _depend(device: tuple[int, int], shape: ModelShape, way: DependentLaunch) ->
         if shape.weight_bits < 16:
             sizes = (shape.qkv_width, shape.hidden)
             multiply_packed(sizes, shape.weight_bits, shape.dtype, ops.dependent_launches)
+        if shape.recurrent is not None:
+            advance(shape.recurrent, shape.dtype, (1, 1), ops.dependent_launches)
         if shape.experts is not None:
             for parts in mixtures(shape, shape.experts):
                 moe = triton_experts.GroupedMoe(
@@ -146,7 +152,8 @@ def _tune_attention(device: tuple[int, int], shape: ModelShape) -> None:
         backend.attend(queries(shape, shape.tokens), cache, prefill_metadata(shape), params)
     for sequences in table.DECODE_BOUNDS:
         first = backend.decode_launch(shape.dtype.itemsize, shape.head_dim, sequences)
-        for one in (*table.part_candidates(first), *table.tile_candidates(first)):
+        parts, merges = table.part_candidates(first), table.merge_candidates(first)
+        for one in (*parts, *merges, *table.tile_candidates(first)):
             backend.use(table.AttentionLaunches(decodes=((sequences, one),)))
             metadata = decode_metadata(sequences, shape.context)
             backend.attend(queries(shape, sequences), cache, metadata, params)
@@ -178,6 +185,9 @@ def _tune_products(ops: triton_ops.TritonOps, x: torch.Tensor, shape: ModelShape
     assert isinstance(gates, tuned_linear.TunedLinear)
     for one in table.small_batch_candidates(shape.hidden, shape.qkv_width):
         qkv.small_batch(x, one)
+    if len(x) == 1:
+        for vector in table.vector_candidates(shape.hidden, shape.dtype.itemsize):
+            qkv.small_batch(x, vector)
     for one in table.silu_candidates(shape.hidden, shape.inner):
         gates.small_batch_silu(x, one)
 
@@ -301,6 +311,8 @@ def _tune_float8(
         for tuned in products.shapes:
             for one in tuned.candidates:
                 layer.small_batch(x, one)
+            for vector in tuned.vector_candidates if rows == 1 else ():
+                layer.small_batch(x, vector)
 
 
 def _mix(capability: tuple[int, int], shape: ModelShape, experts: ExpertsConfig) -> None:

@@ -15,6 +15,7 @@ from headrace_engine.operators import (
     packed_experts,
     packed_linear,
     triton_experts,
+    triton_recurrent,
     tuned_float8,
     tuned_linear,
 )
@@ -69,7 +70,7 @@ def _kernels() -> Iterator[tuple[Any, str]]:
     for module in (
         *(attention, batch_invariant, triton_experts, triton_float8, triton_ops, staging, tiles),
         *(expert_tiles, tuned_float8, packed_linear, packed_experts),
-        *(tuned_linear, sampling),
+        *(tuned_linear, sampling, triton_recurrent),
     ):
         for name in vars(module):
             if name.endswith("_kernel"):

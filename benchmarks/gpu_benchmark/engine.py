@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -64,6 +65,10 @@ class Bench:
         begun = time.perf_counter()
         self.runner.warm_up()
         self.warm_up_seconds = time.perf_counter() - begun
+        self._watched: list[WatchedStep] | None = None
+        runner: Any = self.runner
+        # The engine keeps these methods, so they are replaced before it is made.
+        runner.submit, runner.execute = map(self._watching, (runner.submit, runner.execute))
         self.engine = Engine(self.config, self.runner)
         self._made = 0
         gc.collect()
@@ -114,24 +119,24 @@ class Bench:
     def watched(self) -> Iterator[list[WatchedStep]]:
         """Records each step that is submitted within the block, with its time."""
         found: list[WatchedStep] = []
-
-        def noting(run: Callable[[SchedulerOutput], object]) -> Callable[[SchedulerOutput], object]:
-            def note(plan: SchedulerOutput) -> object:
-                runs = [(one.length, one.start + one.length) for one in plan.scheduled]
-                found.append(WatchedStep(time.perf_counter(), runs))
-                return run(plan)
-
-            return note
-
-        runner: Any = self.runner
-        ways = {name: getattr(runner, name) for name in ("submit", "execute")}
-        for name, run in ways.items():
-            setattr(runner, name, noting(run))
+        self._watched = found
         try:
             yield found
         finally:
-            for name in ways:
-                delattr(runner, name)
+            self._watched = None
+
+    def _watching(
+        self, run: Callable[[SchedulerOutput], object]
+    ) -> Callable[[SchedulerOutput], object]:
+        """`run`, which also records the step while steps are watched."""
+
+        def noting(plan: SchedulerOutput) -> object:
+            if self._watched is not None:
+                runs = [(one.length, one.start + one.length) for one in plan.scheduled]
+                self._watched.append(WatchedStep(time.perf_counter(), runs))
+            return run(plan)
+
+        return noting
 
     def decoding(
         self, batch: int, context: int, steps: int, adapters: Sequence[str | None] = (None,)
@@ -149,18 +154,21 @@ class Bench:
             self.engine.step()
         if (running := len(list(self.engine.running()))) != batch:
             raise RuntimeError(f"{running} sequences decode, not {batch}")
+        gc.collect()  # what a profile left
+        gc.freeze()
 
     def _prefilling(self) -> bool:
         return any(len(one.token_ids) <= one.prompt_length for one in self.engine.running())
 
-    def step_seconds(self, steps: int) -> float:
-        """Average seconds of one step, including all work of the host."""
+    def step_seconds(self, steps: int) -> list[float]:
+        """Seconds of each step, shortest first, including all work of the host."""
         self.synchronize()
-        begun = time.perf_counter()
+        ends = [time.perf_counter()]
         for _ in range(steps):
             self.engine.step()
+            ends.append(time.perf_counter())
         self.synchronize()
-        return (time.perf_counter() - begun) / steps
+        return sorted(end - begin for begin, end in pairwise(ends))
 
     def abort(self) -> None:
         for name in list(self.engine.sequences()):

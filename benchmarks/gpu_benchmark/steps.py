@@ -3,6 +3,7 @@ workloads, each compared with its roofline."""
 
 import json
 import platform
+import statistics
 import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -107,12 +108,13 @@ def measure_decode(
     steps = task.sizes.steps
     bench.decoding(batch, context, steps + PROFILED + 8)
     bench.step_seconds(4)
-    seconds = bench.step_seconds(steps)
+    taken = bench.step_seconds(steps)
+    seconds = statistics.median(taken)
     middle = context + 4 + steps // 2
     floor = task.roofs.step(task.shape, [(1, middle)] * batch, batch)
     report(
         what, value=seconds * 1e3, unit="ms a step", share=floor / seconds, goal=goal,
-        tokens_per_s=batch / seconds,
+        tokens_per_s=batch / seconds, longest_ms=taken[-1] * 1e3,
     )  # fmt: skip
     profile_decode(task, bench, report, batch, context)
     bench.abort()
@@ -203,7 +205,7 @@ def measure_lora(task: Task, report: Report) -> None:
         for names in ((None,), tuple(modules)):
             bench.decoding(batch, context, sizes.steps + PROFILED + 8, names)
             bench.step_seconds(4)
-            timed[len(names)] = bench.step_seconds(sizes.steps)
+            timed[len(names)] = statistics.median(bench.step_seconds(sizes.steps))
             if names != (None,):
                 profile_decode(task, bench, report, batch, context)
             bench.abort()

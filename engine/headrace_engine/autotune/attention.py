@@ -1,6 +1,7 @@
 """Measures how the keys of decodes are split, where their parts are merged, and the tiles of both
 attention kernels. Uses one layer's KV of random numbers, whose blocks lie in random order."""
 
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -13,6 +14,7 @@ from ..kernels.triton.launch import (
     AttentionLaunches,
     DecodeLaunch,
     Launch,
+    merge_candidates,
     part_candidates,
     prefill_candidates,
     tile_candidates,
@@ -26,6 +28,12 @@ MOST_ROTATIONS = 32
 # The average number of keys of a sequence; lengths go from half of it to one and a half times it.
 DECODE_CONTEXT = 1024
 PREFILL_TOKENS = 4096
+# What is chosen one after the other, and the candidates after the best launch so far.
+DECODE_CHOICES: Mapping[str, Callable[[DecodeLaunch], list[DecodeLaunch]]] = {
+    "parts": part_candidates,
+    "merging": merge_candidates,
+    "tile": tile_candidates,
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,8 +93,10 @@ class _AttentionBenchmark:
             self._spec.dtype.itemsize, self._spec.head_dim, sequences
         )
         what = f"decode, sequences {sequences}, {self._shape.name}"
-        best = self._best_decode(tuner, f"{what}, parts", part_candidates(table), batches)
-        return self._best_decode(tuner, f"{what}, tile", tile_candidates(best), batches)
+        best = table
+        for choice, candidates in DECODE_CHOICES.items():
+            best = self._best_decode(tuner, f"{what}, {choice}", candidates(best), batches)
+        return best
 
     def _best_decode(
         self,

@@ -15,6 +15,8 @@ from typing import Any, Protocol
 
 import torch
 
+from ..cuda_graphs.capture import no_collection
+
 logger = logging.getLogger(__name__)
 
 # Computes with a candidate, once.
@@ -59,11 +61,12 @@ class CudaTimer:
             run()
             torch.cuda.synchronize()
             pool = torch.cuda.graph_pool_handle()
-            graph.capture_begin(pool=pool)
-            try:
-                kept = run()
-            finally:
-                _end_capture(graph, pool)  # otherwise the stream could not be used again
+            with no_collection():
+                graph.capture_begin(pool=pool)
+                try:
+                    kept = run()
+                finally:
+                    _end_capture(graph, pool)  # otherwise the stream could not be used again
         torch.cuda.current_stream().wait_stream(stream)
         return graph, kept
 

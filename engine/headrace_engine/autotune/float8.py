@@ -8,8 +8,9 @@ import torch
 
 from ..kernels.triton.launch import ROW_BOUNDS
 from ..operators.tuned_float8 import Float8Linear, Float8Products, Float8Shape
+from ..operators.tuned_linear import FewRowsLaunch
 from .autotuner import Autotuner
-from .layers import dtype_name, enough_layers, read_bytes, run_all, tile_name
+from .layers import dtype_name, enough_layers, read_bytes, run_all, tile_name, vector_name
 
 AS_MANY = "as for many rows"
 # Rounding rows to 8 bits, with 4 bits of precision, causes errors of 2 to 3 %; unrounded rows are
@@ -28,7 +29,9 @@ def tune_float8(tuner: Autotuner, products: Float8Products, rows: int, like: tor
     for shape, tuned in products.shapes.items():
         layers = enough_layers(tuned.layers)
         x = torch.randn(rows, shape.inputs, device=like.device).to(like.dtype)
-        named = {tile_name(launch): launch for launch in shape.candidates}
+        named: dict[str, FewRowsLaunch] = {tile_name(one): one for one in shape.candidates}
+        if rows == 1:
+            named |= {vector_name(one): one for one in shape.vector_candidates}
         runs = {AS_MANY: run_all(layers, _many, x)} if shape.scaled else {}
         runs |= {
             name: run_all(layers, Float8Linear.small_batch, x, one) for name, one in named.items()

@@ -6,7 +6,7 @@ from typing import Concatenate, ParamSpec, Protocol, TypeVar
 
 import torch
 
-from ..kernels.triton.launch import SmallBatchLaunch
+from ..kernels.triton.launch import SmallBatchLaunch, VectorLaunch
 from .autotuner import Run
 
 # A measurement reads at least this number of bytes, if the layers have them: several times the
@@ -44,6 +44,10 @@ def run_all(
 
 def tile_name(launch: SmallBatchLaunch) -> str:
     return f"{launch.columns}x{launch.depth}, {parts_name(launch)}"
+
+
+def vector_name(launch: VectorLaunch) -> str:
+    return f"vector {launch.columns}x{launch.depth}, warps {launch.warps}"
 
 
 def parts_name(launch: SmallBatchLaunch) -> str:

@@ -5,7 +5,9 @@ The steps are measured as CUDA graphs. The time of a single kernel does not show
 overlapping saves.
 """
 
+from bisect import bisect_left
 from collections.abc import Iterable
+from dataclasses import replace
 from functools import partial
 
 import torch
@@ -13,7 +15,7 @@ import torch
 from ..attention.triton import TritonBackend
 from ..core.attention_backend import AttentionMetadata, SkipsPadding
 from ..core.config import EngineConfig
-from ..kernels.triton.dependent_launch import DependentLaunch, StepLaunch
+from ..kernels.triton.dependent_launch import PLAIN_STEP, DependentLaunch, StepLaunch
 from ..kernels.triton.launch import ROW_BOUNDS
 from ..models.base import ForwardBatch
 from ..models.decoder.decoder import Decoder
@@ -34,17 +36,20 @@ ONE_BY_ONE = "one by one"
 CANDIDATES: dict[str, DependentLaunch | None] = {
     ONE_BY_ONE: None,
     "dependent": DependentLaunch(),
-    "dependent, 4 MiB ahead": DependentLaunch(4 * MIB),
     "dependent, 8 MiB ahead": DependentLaunch(8 * MIB),
-    "dependent, 16 MiB ahead": DependentLaunch(16 * MIB),
     "early": DependentLaunch(0, early=True),
     "early, 8 MiB ahead": DependentLaunch(8 * MIB, early=True),
     "dependent, 8 MiB ahead by lines": DependentLaunch(8 * MIB, lines=True),
     "early, 8 MiB ahead by lines": DependentLaunch(8 * MIB, early=True, lines=True),
 }
-# The overlaps that are measured with fused norms, besides the fastest one without.
-FUSED_CANDIDATES = (ONE_BY_ONE, "dependent", "dependent, 8 MiB ahead")
-SEPARATE, FUSED = "separate", "fused"
+# The overlaps that are measured with other kernels too, besides the fastest one without.
+FEWER_CANDIDATES = (ONE_BY_ONE, "dependent", "early, 8 MiB ahead")
+OWN_PRODUCTS, FUSED_NORMS = StepLaunch(own_products=True), StepLaunch(fused_norms=True)
+# The names of these steps, and of those without what distinguishes them.
+NAMES = {
+    OWN_PRODUCTS: ("own products", "fastest products"),
+    FUSED_NORMS: ("fused norms", "separate norms"),
+}
 # Allowed error of logits if each layer rounds other intermediate results; see docs/decisions/0025.
 ROUNDING = 6e-2
 
@@ -72,38 +77,48 @@ def tune_steps(
     benchmark = StepBenchmark(placed, config, min(bound, config.max_num_seqs), pool_bytes)
     if isinstance(placed.attention, TritonBackend):
         placed.attention.dependent_launches = benchmark.ops.dependent_launches
-    overlap = _choose_overlap(tuner, benchmark, benchmark.name, CANDIDATES, fused=False)
+    overlap = _choose_overlap(tuner, benchmark, benchmark.name, CANDIDATES, PLAIN_STEP)
     chosen = StepLaunch(CANDIDATES[overlap])
-    if isinstance(placed.model, NormFusingDecoder) and bound <= ROW_BOUNDS[-1]:
-        chosen = _choose_norms(tuner, benchmark, overlap)
+    if bound <= ROW_BOUNDS[-1]:
+        if benchmark.has_own_products:
+            chosen = _choose_other(tuner, benchmark, chosen, overlap, OWN_PRODUCTS)
+        if isinstance(placed.model, NormFusingDecoder):
+            chosen = _choose_other(tuner, benchmark, chosen, overlap, FUSED_NORMS)
     benchmark.ops.dependent_launches.choose(bound, chosen)
 
 
 def _choose_overlap(
-    tuner: Autotuner, benchmark: "StepBenchmark", name: str, overlaps: Iterable[str], fused: bool
+    tuner: Autotuner,
+    benchmark: "StepBenchmark",
+    name: str,
+    overlaps: Iterable[str],
+    step: StepLaunch,
 ) -> str:
-    """Chooses the overlap. Steps that differ only in overlap must have the same bits."""
+    """Chooses the overlap for `step`. Steps that differ only in overlap must have the same bits."""
     runs: dict[str, Run] = {
-        one: partial(benchmark.run, StepLaunch(CANDIDATES[one], fused)) for one in overlaps
+        one: partial(benchmark.run, replace(step, overlap=CANDIDATES[one])) for one in overlaps
     }
     return tuner.choose(name, runs, benchmark.read_bytes, tolerance=0.0, gain=STEP_GAIN)
 
 
-def _choose_norms(tuner: Autotuner, benchmark: "StepBenchmark", overlap: str) -> StepLaunch:
-    """Chooses whether to fuse norms; `overlap` is the best one without fused norms.
-
-    Fused norms round differently.
-    """
-    separate = StepLaunch(CANDIDATES[overlap])
-    overlaps = dict.fromkeys((*FUSED_CANDIDATES, overlap))
-    name = f"{benchmark.name}, fused norms"
-    best = _choose_overlap(tuner, benchmark, name, overlaps, fused=True)
+def _choose_other(
+    tuner: Autotuner,
+    benchmark: "StepBenchmark",
+    before: StepLaunch,
+    overlap: str,
+    other: StepLaunch,
+) -> StepLaunch:
+    """Chooses between `before` and `other` with its own best overlap; `overlap` is the best one of
+    plain steps. They round differently."""
+    what, without = NAMES[other]
+    overlaps = dict.fromkeys((*FEWER_CANDIDATES, overlap))
+    best = _choose_overlap(tuner, benchmark, f"{benchmark.name}, {what}", overlaps, other)
     if best in tuner.choices[-1].refused:
-        return separate
-    ways = {SEPARATE: separate, FUSED: StepLaunch(CANDIDATES[best], fused_norms=True)}
+        return before
+    ways = {without: before, what: replace(other, overlap=CANDIDATES[best])}
     runs: dict[str, Run] = {one: partial(benchmark.run, way) for one, way in ways.items()}
     chosen = tuner.choose(
-        f"{benchmark.name}, norms", runs, benchmark.read_bytes,
+        f"{benchmark.name}, {without} or {what}", runs, benchmark.read_bytes,
         tolerance=ROUNDING, gain=STEP_GAIN,
     )  # fmt: skip
     return ways[chosen]
@@ -125,6 +140,12 @@ class StepBenchmark:
         self._shared = max(1, min(pool_bytes // block_bytes - rows, rows * full))
         self.caches = placed.allocate(rows + self._shared, self._size)
         self._batch = self._decode(full, placed.device)
+
+    @property
+    def has_own_products(self) -> bool:
+        """Whether another kernel than this project's was chosen for some product of few rows."""
+        place = bisect_left(ROW_BOUNDS, self._rows)
+        return any(one.own[place] is not None for one in self.ops.products.shapes.values())
 
     @property
     def name(self) -> str:

@@ -1,7 +1,9 @@
 """Records what the host launches as CUDA graphs, and measures their memory."""
 
+import gc
 from bisect import bisect_left
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from itertools import pairwise
 from typing import Any, Protocol
 
@@ -31,7 +33,7 @@ class CudaCapture:
         torch.cuda.synchronize()
         make_graph: Any = torch.cuda.CUDAGraph
         graph = make_graph()
-        with torch.cuda.graph(graph, pool=self._pool):
+        with no_collection(), torch.cuda.graph(graph, pool=self._pool):
             output = run()
 
         def replay() -> torch.Tensor:
@@ -39,6 +41,19 @@ class CudaCapture:
             return output
 
         return replay
+
+
+@contextmanager
+def no_collection() -> Iterator[None]:
+    """Stops Python's garbage collector. A collected CUDA graph calls the driver, and that makes a
+    capture invalid."""
+    collects = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if collects:
+            gc.enable()
 
 
 class MeteredCapture:

@@ -206,7 +206,8 @@ def _filled(weight: QuantizedWeight, per_word: int) -> _Runs:
     count = weight.scales.shape[1]
     groups = weight.groups
     if groups is None:
-        groups = torch.arange(weight.shape[1]) // (weight.shape[1] // count)
+        numbers = torch.arange(weight.shape[1], device=weight.values.device)
+        groups = numbers // (weight.shape[1] // count)
     sizes = torch.bincount(groups, minlength=count)
     run, group = _lengths(int(sizes.max()), count, per_word)
     length = -(-count * group // (run * per_word)) * run * per_word
@@ -214,8 +215,9 @@ def _filled(weight: QuantizedWeight, per_word: int) -> _Runs:
     starts = sizes.cumsum(0) - sizes
     by_group = groups.argsort(stable=True)
     owner = groups[by_group]
-    places = owner * group + torch.arange(len(groups)) - starts[owner]
-    order = torch.zeros(length, dtype=torch.int64).index_copy_(0, places, by_group)
+    numbers = torch.arange(len(groups), device=groups.device)
+    places = owner * group + numbers - starts[owner]
+    order = numbers.new_zeros(length).index_copy_(0, places, by_group)
     scales, zeros = (weight.scales.new_zeros(len(weight.values), total) for _ in range(2))
     scales[:, :count], zeros[:, :count] = weight.scales, weight.zeros
     values = zeros.to(torch.uint8).repeat_interleave(group, dim=1)[:, :length]

@@ -127,7 +127,7 @@ class PackedWeightLinear:
             return batch_invariant_launch(element_bytes)
         if rows <= ROW_BOUNDS[-1] and element_bytes == 2:
             chosen = self._tuned.chosen[bisect_left(ROW_BOUNDS, rows)]
-            if chosen is not None:
+            if isinstance(chosen, SmallBatchLaunch):
                 return chosen
         return packed_linear_launch(element_bytes, rows, self._packed.outputs, self.steps)
 

@@ -25,6 +25,7 @@ from .base import HeadShape, QKNorm, TorchOps, row_stride
 from .packed_linear import PackedProducts
 from .qkv import QKVRows
 from .triton_experts import GroupedMoe
+from .triton_recurrent import TritonRecurrences
 from .tuned_experts import Mixtures
 from .tuned_float8 import Float8Products
 from .tuned_linear import Products, takes
@@ -50,7 +51,8 @@ class StoreTarget:
 class TritonOps:
     """Triton operators, and the layers they have made, for tuning: `products` are dense, `packed`
     have packed int4 or int8 weights, `mixtures` have experts. `lora_launches` are used by adapter
-    products made later. `dependent_launches` has the options for programmatic dependent launch."""
+    products made later. `dependent_launches` has the options for programmatic dependent launch;
+    `recurrences` makes the recurrent parts of layers."""
 
     def __init__(self) -> None:
         self._torch = TorchOps()
@@ -60,6 +62,7 @@ class TritonOps:
         self.float8 = Float8Products(self.dependent_launches)
         self.mixtures = Mixtures()
         self.lora_launches = LoRALaunches()
+        self.recurrences = TritonRecurrences(self.dependent_launches)
 
     def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
         stride = row_stride(x)

@@ -9,13 +9,27 @@ import torch
 
 from ..device.scratch import Scratch
 from ..kernels.triton.dependent_launch import DependentLaunches
-from ..kernels.triton.launch import ROW_BOUNDS, SmallBatchLaunch, float8_candidates, tile_extent
+from ..kernels.triton.launch import (
+    ROW_BOUNDS,
+    SmallBatchLaunch,
+    VectorLaunch,
+    float8_candidates,
+    tile_extent,
+    vector_candidates,
+)
 from ..kernels.triton.small_batch_gemm_float8 import small_batch_float8_kernel
 from ..layers.float8_linear import ScaledLinear, make_float8
 from ..layers.float8_weight import FLOAT8, Float8Weight
 from ..layers.fp8_cache import storage
 from ..layers.layers import Linear, over_rows
-from .tuned_linear import HALVES, Choices, TunedLayers, none_chosen
+from .tuned_linear import (
+    HALVES,
+    Choices,
+    FewRowsLaunch,
+    TunedLayers,
+    launch_vector_product,
+    none_chosen,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,6 +45,10 @@ class Float8Shape:
     @property
     def candidates(self) -> list[SmallBatchLaunch]:
         return float8_candidates(self.inputs, self.outputs, self.group)
+
+    @property
+    def vector_candidates(self) -> list[VectorLaunch]:
+        return [] if self.group else vector_candidates(self.inputs, 1)
 
 
 class Float8Products:
@@ -100,11 +118,17 @@ class Float8Linear:
         launch = self._tuned.chosen[bisect_left(ROW_BOUNDS, rows)] if few else None
         return self.many(x) if launch is None else self.small_batch(x, launch)
 
-    def small_batch(self, x: torch.Tensor, launch: SmallBatchLaunch) -> torch.Tensor:
-        """Computes up to 64 rows of 2 bytes an element."""
+    def small_batch(self, x: torch.Tensor, launch: FewRowsLaunch) -> torch.Tensor:
+        """Computes up to 64 rows of 2 bytes an element; with a VectorLaunch, one."""
 
         def run(output: torch.Tensor, rows: torch.Tensor) -> None:
-            self._launch(output, rows, launch)
+            if isinstance(launch, VectorLaunch):
+                launch_vector_product(
+                    output, rows, self._weight, self._bias, launch, self._dependent_launches,
+                    self._scales, self._stored.as_bytes,
+                )  # fmt: skip
+            else:
+                self._launch(output, rows, launch)
 
         return over_rows(x, len(self._weight), run)
 

@@ -14,20 +14,23 @@ from ..kernels.triton.dependent_launch import DependentLaunches
 from ..kernels.triton.launch import (
     ROW_BOUNDS,
     SmallBatchLaunch,
+    VectorLaunch,
     power_of_two,
     silu_candidates,
     small_batch_candidates,
     tile_extent,
 )
 from ..kernels.triton.small_batch_gemm import small_batch_kernel, small_batch_silu_kernel
+from ..kernels.triton.vector_product import vector_product_kernel
 from ..layers.layers import over_rows
 
 HALVES = (torch.bfloat16, torch.float16)
 
 Layer = TypeVar("Layer")
 Activation = Callable[[torch.Tensor], torch.Tensor]
+FewRowsLaunch = SmallBatchLaunch | VectorLaunch
 # By index in ROW_BOUNDS; None: the default launch.
-Choices = list[SmallBatchLaunch | None]
+Choices = list[FewRowsLaunch | None]
 # Kernel arguments for a norm that is fused into a product.
 NormArguments = dict[str, Any]
 NO_NORM_BEFORE: NormArguments = {"squares": None, "eps": None, "PARTS": 0, "ROOM": 1}
@@ -74,9 +77,11 @@ class TunedLayers(Generic[Layer]):
 
 @dataclass(slots=True)
 class TunedShape(TunedLayers["TunedLinear"]):
-    """Dense layers; `silu` are the launches of those with the activation of a gated MLP."""
+    """Dense layers. `own` are the fastest launches of this project's kernels, where cuBLAS is
+    faster; `silu` are those of layers with the activation of a gated MLP."""
 
-    silu: Choices = field(default_factory=none_chosen)
+    own: Choices = field(default_factory=none_chosen)
+    silu: list[SmallBatchLaunch | None] = field(default_factory=lambda: [None] * len(ROW_BOUNDS))
     gated: bool = False
 
 
@@ -125,12 +130,16 @@ class TunedLinear:
         return self._weight.numel() * self._weight.element_size()
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        launch = self._chosen(x, self._tuned.chosen)
+        rows = x.numel() // x.shape[-1]
+        if rows > ROW_BOUNDS[-1] or x.dtype is not self._weight.dtype:
+            return self.dense(x)
+        place, own = bisect_left(ROW_BOUNDS, rows), self._dependent_launches.own_products
+        launch = (self._tuned.own[place] if own else None) or self._tuned.chosen[place]
         return self.dense(x) if launch is None else self.small_batch(x, launch)
 
     def activated(self, x: torch.Tensor) -> torch.Tensor:
         """silu(gate) * up of the product: [..., out / 2]."""
-        launch = self._chosen(x, self._tuned.silu)
+        launch = self._silu_launch(x)
         return self._silu_mul(self(x)) if launch is None else self.small_batch_silu(x, launch)
 
     def mark_gated(self) -> None:
@@ -140,11 +149,16 @@ class TunedLinear:
     def dense(self, x: torch.Tensor) -> torch.Tensor:
         return F.linear(x, self._weight, self._bias)
 
-    def small_batch(self, x: torch.Tensor, launch: SmallBatchLaunch) -> torch.Tensor:
-        """Computes up to 64 rows."""
+    def small_batch(self, x: torch.Tensor, launch: FewRowsLaunch) -> torch.Tensor:
+        """Computes up to 64 rows; with a VectorLaunch, one."""
 
         def run(output: torch.Tensor, rows: torch.Tensor) -> None:
-            self._launch(output, rows, launch, NO_NORM_BEFORE | NO_NORM_AFTER)
+            if isinstance(launch, VectorLaunch):
+                launch_vector_product(
+                    output, rows, self._weight, self._bias, launch, self._dependent_launches
+                )
+            else:
+                self._launch(output, rows, launch, NO_NORM_BEFORE | NO_NORM_AFTER)
 
         return over_rows(x, len(self._weight), run)
 
@@ -191,9 +205,10 @@ class TunedLinear:
         return output
 
     def _norm_launch(self, rows: int, gated: bool = False) -> SmallBatchLaunch:
-        """The chosen launch; the first candidate if cuBLAS was chosen."""
+        """The chosen launch; the first candidate if another kernel was chosen."""
         choices = self._tuned.silu if gated else self._tuned.chosen
-        return choices[bisect_left(ROW_BOUNDS, rows)] or self._candidates(gated)[0]
+        chosen = choices[bisect_left(ROW_BOUNDS, rows)]
+        return chosen if isinstance(chosen, SmallBatchLaunch) else self._candidates(gated)[0]
 
     def _candidates(self, gated: bool) -> list[SmallBatchLaunch]:
         outputs, inputs = self._weight.shape
@@ -201,11 +216,11 @@ class TunedLinear:
             return silu_candidates(inputs, outputs // 2)
         return small_batch_candidates(inputs, outputs)
 
-    def _chosen(self, x: torch.Tensor, choices: Choices) -> SmallBatchLaunch | None:
+    def _silu_launch(self, x: torch.Tensor) -> SmallBatchLaunch | None:
         rows = x.numel() // x.shape[-1]
         if rows > ROW_BOUNDS[-1] or x.dtype is not self._weight.dtype:
             return None
-        return choices[bisect_left(ROW_BOUNDS, rows)]
+        return self._tuned.silu[bisect_left(ROW_BOUNDS, rows)]
 
     def _launch(
         self,
@@ -251,3 +266,24 @@ class TunedLinear:
         outputs, inputs = self._weight.shape
         row_bytes = inputs * self._weight.element_size() // launch.splits
         return self._dependent_launches.prefetched(outputs * launch.splits, row_bytes)
+
+
+def launch_vector_product(
+    output: torch.Tensor,
+    row: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    launch: VectorLaunch,
+    dependent_launches: DependentLaunches,
+    scales: torch.Tensor | None = None,
+    as_bytes: bool = False,
+) -> None:
+    """output [1, outputs] = row [1, inputs] . weight^T (+ bias); weights of 8-bit floats have
+    `scales` [outputs, 1] and may be stored `as_bytes`."""
+    outputs, inputs = weight.shape
+    vector_product_kernel[(-(-outputs // launch.columns),)](
+        output, row, weight, scales, bias, inputs, outputs,
+        0 if scales is None else scales.stride(0), BIAS=bias is not None,
+        SCALED=scales is not None, BITS=as_bytes, COLUMNS=launch.columns, DEPTH=launch.depth,
+        PARTS=inputs // launch.depth, **dependent_launches.product, num_warps=launch.warps,
+    )  # fmt: skip

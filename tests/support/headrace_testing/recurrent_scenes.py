@@ -83,15 +83,23 @@ def _runs(runs: Sequence[Run]) -> list[StateRun]:
     return found
 
 
-def copied(memory: StateMemory) -> StateMemory:
-    caches = tuple(tuple(part.clone() for part in cache) for cache in memory.caches)
-    return replace(memory, caches=caches)
+def copied(memory: StateMemory, device: torch.device | None = None) -> StateMemory:
+    """A copy, on another device if one is named."""
+    caches = tuple(tuple(part.clone().to(device) for part in cache) for cache in memory.caches)
+    batch = memory.batch
+    moved = replace(
+        batch,
+        sources=batch.sources.to(device),
+        fresh=batch.fresh.to(device),
+        targets=batch.targets.to(device),
+    )
+    return replace(memory, caches=caches, batch=moved)
 
 
 def written(memory: StateMemory) -> list[torch.Tensor]:
     """The states that the batch wrote, its snapshots last."""
     batch = memory.batch
-    fresh = torch.zeros(len(batch.targets), dtype=torch.bool)
+    fresh = torch.zeros(len(batch.targets), dtype=torch.bool, device=batch.fresh.device)
     return replace(memory, batch=replace(batch, sources=batch.targets, fresh=fresh)).read(LAYER)
 
 

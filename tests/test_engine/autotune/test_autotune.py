@@ -191,8 +191,8 @@ def test_tuning_does_not_change_the_results_of_a_model(
                 start.tune_with(chooser, runner._placed, config)
             changed = [one for one in chooser.choices if one.chosen != next(iter(one.microseconds))]
             assert not any(one.refused for one in chooser.choices)
-            # Four shapes of products and one with its activation; parts, tiles, prefill.
-            assert len(changed) == len(chooser.choices) == 5 + 3
+            # Four shapes of products and one with its activation; parts, merging, tiles, prefill.
+            assert len(changed) == len(chooser.choices) == 5 + 4
         outputs.append(run(Engine(config, runner), work))
     plain, tuned = ([logprob(one) for one in outputs_of.values()] for outputs_of in outputs)
     assert tuned == pytest.approx(plain, abs=0.05)

@@ -28,6 +28,7 @@ from headrace_engine.kernels.triton.dependent_launch import (
     DependentLaunches,
     StepLaunch,
 )
+from headrace_engine.kernels.triton.launch import ROW_BOUNDS, SmallBatchLaunch
 from headrace_engine.model_loader import loader
 from headrace_engine.model_runner.model_runner import ModelRunner
 from headrace_engine.models.decoder.decoder import Decoder
@@ -199,6 +200,10 @@ def test_a_launch_mode_whose_replays_differ_is_not_used() -> None:
     )
 
 
+# The weights' first part, which no step writes.
+WEIGHTS_READ = "raw = tl.load"
+
+
 def kernels() -> dict[str, ast.FunctionDef]:
     """All kernels that can start before the previous one has ended."""
     found: dict[str, ast.FunctionDef] = {}
@@ -220,6 +225,28 @@ def test_a_kernel_always_waits_before_it_accesses_memory(name: str) -> None:
     wait = [ast.unparse(one) for one in body].index("await_earlier(DEPENDENT)")
     for statement in body[:wait]:
         source = ast.unparse(statement)
-        prefetches = source.startswith("if DEPENDENT > 0:") and "prefetch" in source
+        prefetches = source.startswith("if DEPENDENT > 0") and "prefetch" in source
         assert prefetches or isinstance(statement, ast.Assign | ast.Expr | ast.AnnAssign), source
-        assert "tl.load" not in source and "tl.store" not in source and "atomic" not in source
+        assert "tl.load" not in source.removeprefix(WEIGHTS_READ)
+        assert "tl.store" not in source and "atomic" not in source
+
+
+def test_whole_steps_may_multiply_by_this_projects_kernels_alone(
+    runner: ModelRunner, launch_modes: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Even where cuBLAS multiplies faster: its kernels do not overlap."""
+    monkeypatch.setattr(steps, "FEWER_CANDIDATES", (steps.ONE_BY_ONE,))
+    ops = runner._placed.ops
+    assert isinstance(ops, TritonOps)
+    for tuned in ops.products.shapes.values():
+        tuned.own[ROW_BOUNDS.index(8)] = SmallBatchLaunch(64, 32, 1, 4, 3)
+    config = engine_config(Path(runner._config.model), max_num_seqs=3)
+    chooser = Autotuner(LastWins(), budget=1e9)
+    measure(runner, config, 1, chooser)
+    assert len(chooser.choices) == 1, "one row has no other kernel"
+    measure(runner, config, 16, chooser)
+    _, fastest, own, both = chooser.choices
+    assert own.kernel == f"{fastest.kernel}, own products"
+    assert (own.chosen, both.chosen) == ("early", "own products")
+    assert not own.refused and not both.refused
+    assert ops.dependent_launches.chosen(16) == StepLaunch(EARLY, own_products=True)

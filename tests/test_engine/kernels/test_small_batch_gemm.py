@@ -10,14 +10,17 @@ import torch
 
 from headrace_engine.attention.triton import TritonBackend
 from headrace_engine.core.attention_backend import LayerParams
+from headrace_engine.kernels.triton.dependent_launch import StepLaunch
 from headrace_engine.kernels.triton.launch import (
     ROW_BOUNDS,
     AttentionLaunches,
     DecodeLaunch,
     Launch,
     SmallBatchLaunch,
+    VectorLaunch,
     silu_candidates,
     small_batch_candidates,
+    vector_candidates,
 )
 from headrace_engine.operators.triton import TritonOps
 from headrace_engine.operators.tuned_linear import TunedLinear
@@ -58,6 +61,14 @@ def test_a_product_of_few_rows(dtype: torch.dtype, splits: int, bias: bool) -> N
 
 
 @pytest.mark.parametrize(("dtype", "bias"), [(torch.bfloat16, True), (torch.float16, False)])
+def test_a_product_of_one_row_without_tensor_cores(dtype: torch.dtype, bias: bool) -> None:
+    linear, x, bound = layer(dtype, bias=bias), random(1, 128, dtype=dtype), BOUNDS[dtype]
+    for launch in (VectorLaunch(8, 128, 4), VectorLaunch(4, 32, 2)):
+        found = linear.small_batch(x, launch)
+        torch.testing.assert_close(found, linear.dense(x), rtol=bound, atol=8 * bound)
+
+
+@pytest.mark.parametrize(("dtype", "bias"), [(torch.bfloat16, True), (torch.float16, False)])
 def test_gate_and_up_with_their_activation(dtype: torch.dtype, bias: bool) -> None:
     linear = layer(dtype, outputs=2 * 45, bias=bias)
     x = 8 * random(3, 128, dtype=dtype)
@@ -84,6 +95,7 @@ def test_a_chosen_launch_is_used_for_its_number_of_rows(monkeypatch: pytest.Monk
     assert isinstance(linear, TunedLinear)
     (tuned,) = ops.products.shapes.values()
     tuned.chosen[ROW_BOUNDS.index(16)] = WHOLE
+    tuned.own[ROW_BOUNDS.index(8)] = WHOLE
     tuned.silu[ROW_BOUNDS.index(1)] = WHOLE
     monkeypatch.setattr(TunedLinear, "small_batch", lambda _, x, __: used.append(len(x)))
     monkeypatch.setattr(TunedLinear, "small_batch_silu", lambda _, x, __: used.append(-len(x)))
@@ -92,6 +104,11 @@ def test_a_chosen_launch_is_used_for_its_number_of_rows(monkeypatch: pytest.Monk
     linear.activated(random(1, 128, dtype=torch.float16))
     linear(random(9, 128, dtype=torch.float32).to(torch.float64).half()[:0])
     assert used == [9, 16, -1]
+    used.clear()
+    with ops.dependent_launches.during(StepLaunch(own_products=True)):
+        for rows in (1, 8, 9, 17):
+            linear(random(rows, 128, dtype=torch.float16))
+    assert used == [8, 9], "cuBLAS multiplies if no own kernel was measured"
 
 
 def test_candidates_fill_the_device_and_take_the_inputs_whole() -> None:
@@ -102,6 +119,10 @@ def test_candidates_fill_the_device_and_take_the_inputs_whole() -> None:
             programs = -(-outputs // one.columns) * one.splits
             assert programs >= 96 and (one.splits == 1 or programs <= 1024)
             assert inputs % (one.depth * one.splits) == 0
+        assert all(
+            inputs % one.depth == 0 for size in (1, 2) for one in vector_candidates(inputs, size)
+        )
+        assert vector_candidates(inputs, 1) and vector_candidates(inputs, 2)
     assert not small_batch_candidates(100, 4096) and not small_batch_candidates(128, 64)
     assert len(silu_candidates(4096, 14336)) == 2 and not silu_candidates(4096, 64)
 

@@ -30,7 +30,7 @@ NOT_OVERLAPPING = {
 SINGLE = {"lora_expand_kernel", "expert_expand_kernel"}
 KERNELS = PRODUCTS | {
     "store_kernel", "rotate_kernel", "merge_kernel", "rms_norm_kernel", "silu_mul_kernel",
-    "stage_kernel", "sample_kernel", "lora_expand_kernel",
+    "stage_kernel", "sample_kernel", "lora_expand_kernel", "vector_product_kernel",
 }  # fmt: skip
 # The kernels of a run: products, and others besides KERNELS.
 MORE = {

@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 from headrace_engine.core.errors import ConfigError
 from headrace_engine.engine.engine import Engine
 from headrace_engine.kernels.triton import launch as launches
-from headrace_engine.kernels.triton.launch import ROW_BOUNDS, SmallBatchLaunch
+from headrace_engine.kernels.triton.launch import ROW_BOUNDS, SmallBatchLaunch, VectorLaunch
 from headrace_engine.layers import float8_linear
 from headrace_engine.layers.float8_linear import ScaledLinear, make_float8
 from headrace_engine.layers.float8_weight import (
@@ -118,6 +118,11 @@ def test_few_rows_of_widened_products(
             found = layer.small_batch(x.to(DEVICE), launch)
             error = (found.cpu().double() - wanted).norm() / wanted.norm()
             assert error < 2**-8 and torch.equal(layer.small_batch(x.to(DEVICE), launch), found)
+        for vector in (VectorLaunch(8, 128, 4), VectorLaunch(16, 256, 2)):
+            if rows == 1 and not group:
+                found = layer.small_batch(x.to(DEVICE), vector)
+                assert (found.cpu().double() - wanted).norm() / wanted.norm() < 2**-8
+    assert bool(Float8Shape(80, 4096, group, scaled=not group).vector_candidates) == (not group)
     # Without measurements, rows are rounded if that is allowed; other rows count as few up to
     # ROW_BOUNDS.
     assert tuned.chosen == [None if shape.scaled else shape.candidates[0]] * len(ROW_BOUNDS)

@@ -57,7 +57,7 @@ def make(checkpoint: Any, monkeypatch: pytest.MonkeyPatch) -> Maker:
     )
     ways = {steps.ONE_BY_ONE: None, "early": EARLY}
     monkeypatch.setattr(steps, "CANDIDATES", ways)
-    monkeypatch.setattr(steps, "FUSED_CANDIDATES", (steps.ONE_BY_ONE,))
+    monkeypatch.setattr(steps, "FEWER_CANDIDATES", (steps.ONE_BY_ONE,))
     options = {"dtype": "bfloat16", "attention_backend": "auto", "num_blocks": 32}
     return lambda name: make_runner(checkpoint(name), **options)
 
@@ -90,7 +90,7 @@ def test_recorded_steps_fuse_norms_where_whole_steps_were_faster(
         monkeypatch.setattr(steps, "CANDIDATES", {steps.ONE_BY_ONE: None})
         steps.tune_steps(chooser, placed, config, 256, 1 << 20)
     own, fused, norms, more = chooser.choices
-    assert (own.chosen, fused.chosen, norms.chosen) == ("early", "early", "fused")
+    assert (own.chosen, fused.chosen, norms.chosen) == ("early", "early", "fused norms")
     assert not own.refused and not fused.refused and not norms.refused
     assert fused.kernel == f"{own.kernel}, fused norms" and more.kernel == own.kernel
     assert model.dependent_launches.chosen(1) == StepLaunch(EARLY, fused_norms=True)

@@ -16,6 +16,7 @@ from headrace_engine.layers.float8_linear import ScaledLinear, make_float8
 from headrace_engine.layers.float8_weight import Float8Weight, round_rows, round_weight
 from headrace_engine.layers.fp8_cache import ADA, E4M3, E5M2
 from headrace_engine.operators.tuned_float8 import Float8Linear, Float8Products
+from headrace_engine.operators.tuned_linear import FewRowsLaunch
 from headrace_testing.attention_scenes import Scene
 from headrace_testing.model_attention import SHAPES
 
@@ -83,7 +84,9 @@ def test_few_rows_with_every_launch(tokens: int, group: int, capability: tuple[i
     assert isinstance(layer, Float8Linear)
     ((shape, _),) = products.shapes.items()
     expected = x.float() @ weight.dequantize().T
-    for launch in shape.candidates:
+    launches: list[FewRowsLaunch] = [*shape.candidates]
+    launches += shape.vector_candidates if tokens == 1 else []
+    for launch in launches:
         found = layer.small_batch(x, launch)
         torch.testing.assert_close(found.float(), expected, rtol=1e-2, atol=2e-2)
         assert all(torch.equal(layer.small_batch(x, launch), found) for _ in range(5)), launch

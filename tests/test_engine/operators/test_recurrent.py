@@ -1,30 +1,18 @@
 """Native recurrences beside those in torch, for every instruction set that this CPU runs: ragged
 batches, states in scattered blocks, snapshots; chunks give the same bits as the whole."""
 
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
-from typing import Any
+from collections.abc import Iterator
+from dataclasses import replace
 
 import pytest
 import torch
 
-from headrace_engine.core.recurrent_state import StateTensor
 from headrace_engine.kernels.cpu import library
 from headrace_engine.operators.base import TorchOps
 from headrace_engine.operators.cpu import NativeOps
-from headrace_engine.operators.recurrent import (
-    Convolution,
-    DeltaShape,
-    DeltaWeights,
-    Mamba2Shape,
-    Mamba2Weights,
-    MambaWeights,
-    Recurrences,
-    conv_state,
-    recurrences_of,
-)
-from headrace_engine.operators.state_memory import StateMemory
+from headrace_engine.operators.recurrent import Recurrences, recurrences_of
 from headrace_testing.cpu_levels import chosen_sets
+from headrace_testing.recurrent_parts import SCENES, Scene
 from headrace_testing.recurrent_scenes import (
     LAYER,
     RAGGED,
@@ -32,7 +20,6 @@ from headrace_testing.recurrent_scenes import (
     chunked,
     copied,
     make_memory,
-    random,
     written,
 )
 
@@ -42,127 +29,6 @@ EXACT, ROUNDED = 2e-5, 5e-3
 ROUNDED_BEFORE = 1e-2
 DECODES = tuple(Run(1) for _ in range(5))
 TORCH = recurrences_of(TorchOps())
-
-Part = Callable[[list[torch.Tensor], StateMemory], torch.Tensor]
-
-
-@dataclass(frozen=True)
-class Scene:
-    """A recurrent part with random weights. `make` gives its computation by some recurrences, of
-    rows with `widths` elements. With `rounds` it stores more than outputs in the rows' dtype."""
-
-    make: Callable[[Recurrences], Part]
-    widths: tuple[tuple[int, ...], ...]
-    tensors: tuple[StateTensor, ...]
-    rounds: bool = False
-
-    def rows(self, tokens: int, dtype: torch.dtype) -> list[torch.Tensor]:
-        return [
-            random(tokens, *width, seed=10 + seed, dtype=dtype)
-            for seed, width in enumerate(self.widths)
-        ]
-
-
-def convolution(channels: int, size: int, dtype: torch.dtype, *, bias: bool = False) -> Convolution:
-    weight = random(channels, size, seed=1, dtype=dtype)
-    return Convolution(weight, random(channels, seed=2, dtype=dtype) if bias else None)
-
-
-def gated_delta(shape: DeltaShape, dtype: torch.dtype, size: int = 4, **options: Any) -> Scene:
-    weights = DeltaWeights(
-        convolution=convolution(shape.channels, size, dtype, **options),
-        a_log=random(shape.value_heads, seed=3),
-        dt_bias=random(shape.value_heads, seed=4),
-        norm=random(shape.value_dim, seed=5, dtype=dtype),
-        eps=1e-6,
-        shape=shape,
-    )
-
-    def make(recurrences: Recurrences) -> Part:
-        part = recurrences.gated_delta(weights)
-        return lambda rows, memory: part(rows[0], rows[1], rows[2], rows[3], LAYER, memory)
-
-    heads = (shape.value_heads,)
-    widths = ((shape.channels,), (*heads, shape.value_dim), heads, heads)
-    window = StateTensor((shape.channels, size - 1), dtype)
-    return Scene(make, widths, (window, shape.state))
-
-
-def state_space(
-    shape: Mamba2Shape, dtype: torch.dtype, *, normed: bool = True, norm_first: bool = False
-) -> Scene:
-    norm = random(shape.width, seed=6, dtype=dtype)
-    weights = Mamba2Weights(
-        convolution=convolution(shape.channels, shape.window, dtype, bias=normed),
-        a_log=random(shape.heads, seed=3),
-        dt_bias=random(shape.heads, seed=4),
-        skip=random(shape.heads, seed=5),
-        norm=norm if normed else None,
-        eps=1e-5,
-        shape=shape,
-        norm_first=norm_first,
-    )
-
-    def make(recurrences: Recurrences) -> Part:
-        part = recurrences.state_space(weights)
-        return lambda rows, memory: part(rows[0], rows[1], rows[2], LAYER, memory)
-
-    widths = ((shape.channels,), (shape.width,), (shape.heads,))
-    return Scene(make, widths, shape.states(dtype))
-
-
-def selective_scan(channels: int, state_size: int, dtype: torch.dtype, size: int = 4) -> Scene:
-    weights = MambaWeights(
-        convolution=convolution(channels, size, dtype, bias=True),
-        a_log=random(channels, state_size, seed=3),
-        skip=random(channels, seed=4),
-    )
-    mixing = random(channels, channels + 2 * state_size, seed=5) / channels**0.5
-
-    def select(values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        # One row after the other, so that a row's bits do not depend on the others.
-        selected = torch.stack([row.float() @ mixing for row in values]).to(values.dtype)
-        widths = [channels, state_size, state_size]
-        steps, b, c = torch.split(selected, widths, dim=-1)
-        return steps, b, c
-
-    def make(recurrences: Recurrences) -> Part:
-        part = recurrences.selective_scan(weights)
-        return lambda rows, memory: part(rows[0], rows[1], select, LAYER, memory)
-
-    matrix = StateTensor((channels, state_size), torch.float32)
-    tensors = (conv_state(channels, size, dtype), matrix)
-    return Scene(make, ((channels,), (channels,)), tensors, rounds=True)
-
-
-def short_convolution(channels: int, size: int, dtype: torch.dtype, **options: Any) -> Scene:
-    weights = convolution(channels, size, dtype, **options)
-
-    def make(recurrences: Recurrences) -> Part:
-        part = recurrences.short_convolution(weights)
-        return lambda rows, memory: part(rows[0], rows[1], rows[2], LAYER, memory)
-
-    return Scene(make, ((channels,),) * 3, (conv_state(channels, size, dtype),), rounds=True)
-
-
-SCENES: dict[str, Callable[[torch.dtype], Scene]] = {
-    "gated delta": lambda dtype: gated_delta(DeltaShape(2, 4, 16, 8), dtype),
-    "gated delta, uneven": lambda dtype: gated_delta(
-        DeltaShape(3, 3, 24, 100), dtype, size=3, bias=True
-    ),
-    "gated delta, large": lambda dtype: gated_delta(DeltaShape(1, 2, 128, 128), dtype, size=6),
-    "state space": lambda dtype: state_space(Mamba2Shape(8, 12, 2, 16, 4), dtype),
-    "state space, uneven": lambda dtype: state_space(
-        Mamba2Shape(3, 25, 3, 21, 3), dtype, norm_first=True
-    ),
-    "state space, large": lambda dtype: state_space(
-        Mamba2Shape(2, 64, 1, 128, 4), dtype, normed=False
-    ),
-    "selective scan": lambda dtype: selective_scan(96, 16, dtype),
-    "selective scan, uneven": lambda dtype: selective_scan(77, 10, dtype, size=3),
-    "short convolution": lambda dtype: short_convolution(64, 3, dtype),
-    "short convolution, uneven": lambda dtype: short_convolution(75, 2, dtype, bias=True),
-}
 
 
 # `make test-cpus` runs those between the best and the oldest.

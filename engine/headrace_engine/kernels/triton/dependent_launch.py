@@ -32,11 +32,13 @@ class DependentLaunch:
 
 @dataclass(frozen=True, slots=True)
 class StepLaunch:
-    """How kernels overlap (None: not at all), and whether norms are fused into the products around
-    them, if the model supports it."""
+    """How kernels overlap (None: not at all), whether norms are fused into the products around
+    them, if the model supports it, and whether all products of few rows are this project's kernels:
+    those of cuBLAS do not overlap."""
 
     overlap: DependentLaunch | None = None
     fused_norms: bool = False
+    own_products: bool = False
 
 
 PLAIN_STEP = StepLaunch()
@@ -74,6 +76,10 @@ class DependentLaunches:
     @property
     def fused_norms(self) -> bool:
         return self._step.fused_norms
+
+    @property
+    def own_products(self) -> bool:
+        return self._step.own_products
 
     @property
     def _now(self) -> DependentLaunch | None:

@@ -247,6 +247,16 @@ class SmallBatchLaunch:
     stages: int
 
 
+@dataclass(frozen=True, slots=True)
+class VectorLaunch:
+    """Outputs of a program that multiplies one row without tensor cores, and the inputs that it
+    reads at once."""
+
+    columns: int
+    depth: int
+    warps: int
+
+
 # cuBLAS computes products of more rows. Launches are chosen for up to each of these numbers.
 ROW_BOUNDS = (1, 8, 16, 32, 64)
 SMALL_BATCH_TILES = (
@@ -264,6 +274,19 @@ FLOAT8_TILES = (
 )
 # Launches for two matrices at a time.
 SILU_TILES = (SmallBatchLaunch(32, 128, 1, 4, 4), SmallBatchLaunch(64, 64, 1, 4, 5))
+# Launches for one row, for weights of two bytes and of one.
+VECTOR_TILES = {
+    2: (
+        VectorLaunch(8, 1024, 4),
+        VectorLaunch(4, 2048, 4),
+        VectorLaunch(8, 2048, 8),
+    ),
+    1: (
+        VectorLaunch(8, 1024, 4),
+        VectorLaunch(4, 2048, 4),
+        VectorLaunch(4, 1024, 2),
+    ),
+}
 SPLITS = (1, 2, 4, 8)
 # With fewer programs, multiprocessors are idle; with more, inputs are not split further.
 FEWEST_PROGRAMS, MOST_PROGRAMS = 96, 1024
@@ -273,6 +296,11 @@ def small_batch_candidates(inputs: int, outputs: int) -> list[SmallBatchLaunch]:
     """Launches that may be the fastest for a weight [outputs, inputs]; none if no kernel supports
     it."""
     return [one for tile in SMALL_BATCH_TILES for one in _cut(tile, inputs, outputs)]
+
+
+def vector_candidates(inputs: int, element_bytes: int) -> list[VectorLaunch]:
+    """Launches that may be the fastest for one row, for weights of 1 or 2 bytes an element."""
+    return [tile for tile in VECTOR_TILES[element_bytes] if inputs % tile.depth == 0]
 
 
 def float8_candidates(inputs: int, outputs: int, group: int) -> list[SmallBatchLaunch]:
@@ -343,17 +371,16 @@ def prefill_candidates(first: Launch) -> list[Launch]:
 
 
 def part_candidates(first: DecodeLaunch) -> list[DecodeLaunch]:
-    """Candidates for decodes; `first` is the table's launch.
-
-    The others have other parts, or merge within the kernel.
-    """
+    """Candidates for decodes; `first` is the table's launch. The others have other parts."""
     keys = first.tile.keys
     parts = [first.part * factor for factor in (1, 2, 4)] + [max(keys, first.part // 2)]
-    return [
-        DecodeLaunch(first.tile, part, merges)
-        for part in dict.fromkeys(parts)
-        for merges in (False, True)
-    ]
+    return [replace(first, part=part) for part in dict.fromkeys(parts)]
+
+
+def merge_candidates(first: DecodeLaunch) -> list[DecodeLaunch]:
+    """Candidates for decodes; `first` is the best launch so far. The other merges its parts within
+    the kernel, which must pay: with few parts both are equally fast, with one more they are not."""
+    return [first, replace(first, merges=True)]
 
 
 def tile_candidates(first: DecodeLaunch) -> list[DecodeLaunch]:
@@ -466,3 +493,23 @@ def row_warps(width: int) -> int:
 
 def _key(major: int, element_bytes: int, head_dim: int) -> tuple[bool, bool, int]:
     return major >= HOPPER, element_bytes == 4, max(64, power_of_two(head_dim))
+
+
+@dataclass(frozen=True, slots=True)
+class RecurrentLaunch:
+    """The tokens of a chunk, the columns of a state that one program advances through chunks, the
+    warps of a program, and the stages of its load pipeline."""
+
+    tokens: int
+    columns: int
+    warps: int
+    stages: int
+
+
+# By whether elements have 4 bytes.
+RECURRENT = {False: RecurrentLaunch(64, 32, 4, 2), True: RecurrentLaunch(32, 32, 4, 1)}
+
+
+def recurrent_launch(element_bytes: int) -> RecurrentLaunch:
+    """The launch of chunks of a recurrent layer, for elements of 2 or 4 bytes."""
+    return RECURRENT[element_bytes == 4]
