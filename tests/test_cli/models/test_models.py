@@ -182,7 +182,7 @@ def test_a_check_of_the_hub_fetches_no_weights(tmp_path: Path) -> None:
         fetched = hub.fetched
 
     assert code == 0
-    assert found["model"][0] == "warning" and "weights 5.3 MiB" in found["size"][1]
+    assert found["model"][0] == "warning" and "weights 8.9 MiB" in found["size"][1]
     assert "config.json" in fetched and "model.safetensors" not in fetched
 
 

@@ -266,7 +266,7 @@ def test_json_by_an_open_schema_ends_soon(llm: LLM, prompt: str) -> None:
 
     (answer,) = output.outputs
     assert answer.finish_reason == "stop"
-    assert json.loads(answer.text).keys() <= properties.keys()
+    assert isinstance(json.loads(answer.text), dict)
     assert len(answer.token_ids) <= 100
 
 
