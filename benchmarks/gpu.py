@@ -79,16 +79,18 @@ CHECKS = (
     Plan("tests", "8b", 200, 75),
     Plan("profile", "8b", 100, 80),
     Plan("compiled", "8b", 240, 75),
+    Plan("recurrent", "8b", 60, 50),
     Plan("profile", "1b", 60, 50),
 )
 # The tries of a part. If one fails or hangs, the next one does without features that may be the
 # cause. The tests instead continue after the one that ended their process.
 TRIES = ("whole", "untuned", "safe")
-ONCE = ("roofs", "peers", "kernels")
+ONCE = ("roofs", "peers", "kernels", "recurrent")
 UNTUNED_ANYWAY = ("deterministic", "equality")
 TESTS, TEST_TRIES = ("tests", "compiled"), ("whole", "second", "third", "fourth")
-# On CPUs these run in the interpreter, among the other tests.
-NOT_TINY = TESTS
+# On CPUs the tests run in the interpreter, among the other tests. The kernels of recurrent layers
+# have one size.
+NOT_TINY = (*TESTS, "recurrent")
 TINY_MODELS = {"8b-fp8": "tiny-fp8", "8b-int4": "tiny-int4", "moe": "tiny-moe"}
 TINY_LIMIT = 120.0
 # Files of an earlier run, in `work`.

@@ -40,7 +40,8 @@ from compiled.loops import Loop, describe_loop, loops
 from compiled.recording import KernelLaunch
 from headrace_engine.checkpoints.config import ClampedSwiGLU, ExpertsConfig
 from headrace_engine.core.attention_backend import LayerParams
-from headrace_engine.operators.recurrent import DeltaShape
+from headrace_engine.models.hybrid.mamba import MambaShape
+from headrace_engine.operators.recurrent import DeltaShape, Mamba2Shape
 
 # The compute capability from which kernels may be launched early.
 DEPENDENT = 90
@@ -75,6 +76,7 @@ QWEN3_NEXT = ModelShape(
     hidden=2048, inner=5632, heads=16, kv_heads=2, head_dim=256, qk_norm=True, rotated=64,
     recurrent=DeltaShape(16, 32, 128, 128),
 )  # fmt: skip
+NEMOTRON_H = ModelShape(hidden=4096, inner=21504, recurrent=Mamba2Shape(128, 64, 8, 128, 4))
 SHAPES = {
     "8b": LLAMA_8B,
     "8b-fp8": replace(LLAMA_8B, cache_dtype=torch.float8_e4m3fn),
@@ -123,6 +125,10 @@ SHAPES = {
     "qwen3-moe-float32": replace(QWEN_30B, dtype=torch.float32),
     "qwen3-next": QWEN3_NEXT,
     "qwen3-next-float32": replace(QWEN3_NEXT, dtype=torch.float32),
+    "nemotron-h": NEMOTRON_H,
+    "nemotron-h-float32": replace(NEMOTRON_H, dtype=torch.float32),
+    "falcon-h1": ModelShape(recurrent=Mamba2Shape(24, 128, 1, 256, 4)),
+    "jamba": ModelShape(recurrent=MambaShape(8192, 16, 256, 4)),
 }  # fmt: skip
 
 
@@ -324,7 +330,7 @@ def compile_launches(
     for launch in launches:
         exact = str((launch.name, launch.options, *describe(launch)))
         key = brief_key(launch) if wanted.brief else exact
-        if wanted.only in launch.name and key not in seen:
+        if any(text in launch.name for text in wanted.only) and key not in seen:
             seen.add(key)
             yield compile_launch(launch, capability, wanted.loops)
 
@@ -363,7 +369,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--capability", type=int, nargs="+", default=[80, 89, 90], choices=DEVICES)
     parser.add_argument("--shape", nargs="+", default=list(SHAPES), choices=SHAPES)
-    parser.add_argument("--only", default="", help="kernels whose name holds this text")
+    parser.add_argument(
+        "--only", nargs="+", default=[""], help="kernels whose name holds one of these texts"
+    )
     parser.add_argument(
         "--brief", action="store_true", help="each kernel with one set of constants"
     )

@@ -21,18 +21,18 @@ from headrace_engine.lora.shapes import mixture_shapes
 from headrace_engine.operators import triton as triton_ops
 from headrace_engine.operators.base import HeadShape, QKNorm
 from headrace_engine.operators.qkv import QKVRows
-from headrace_engine.operators.recurrent import DeltaShape
 
 from .meta import META, made
 from .packed_weights import mxfp4_experts, quantized_experts
+from .recurrent import RecurrentShape
 
 
 @dataclass(frozen=True, slots=True)
 class ModelShape:
     """The part of a model's shape that kernels are compiled for. A step has `tokens` prompt tokens
     and `decodes` decode rows, with contexts of `context` keys. `latent` above 0: attention is over
-    latents, whose first `latent` elements are the values. `recurrent` are the heads of recurrent
-    layers."""
+    latents, whose first `latent` elements are the values. `recurrent` is the shape of
+    recurrent layers."""
 
     hidden: int = 4096
     inner: int = 14336
@@ -51,7 +51,7 @@ class ModelShape:
     decodes: int = 1
     context: int = 1024
     latent: int = 0
-    recurrent: DeltaShape | None = None
+    recurrent: RecurrentShape | None = None
 
     @property
     def qkv_width(self) -> int:

@@ -229,7 +229,15 @@ def heaviest(events: list[Event], count: int = 12) -> list[dict[str, Any]]:
 KINDS = {
     "attention": ("decode_kernel", "merge_kernel", "prefill_kernel", "flash", "attention"),
     "products": (
-        *("small_batch", "linear_kernel", "packed_", "grouped", "lora_", "expert_"),
+        *(
+            "small_batch",
+            "vector_product",
+            "linear_kernel",
+            "packed_",
+            "grouped",
+            "lora_",
+            "expert_",
+        ),
         *("gemm", "gemv", "cutlass", "nvjet", "splitk"),
     ),
     "sampling": ("sample_kernel", "argmax", "topk", "sort", "softmax", "reduce"),

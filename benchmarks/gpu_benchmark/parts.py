@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from . import checks, steps
+from . import checks, recurrent, steps
 from .process import WHERE
 from .shapes import Roofs
 from .sizes import SIZES, Sizes
@@ -27,6 +27,7 @@ PARTS: Mapping[str, Callable[[Task, Report], None]] = {
     "deterministic": checks.measure_deterministic,
     "equality": checks.measure_equality,
     "kernels": checks.measure_kernels,
+    "recurrent": recurrent.measure_recurrent,
     "profile": checks.measure_profile,
     "tests": checks.measure_tests,
     "compiled": checks.measure_compiled_tests,

@@ -31,6 +31,7 @@ COMPILED = (
     "test_expert_adapters.py",
     "test_fused_norm.py",
     "test_triton_recurrent.py",
+    "test_hybrid_triton.py",
 )
 INI = """[pytest]
 addopts = --import-mode=importlib -p no:cacheprovider -p xdist -p gpu_benchmark.worker_plugin -rs -v

@@ -175,6 +175,7 @@ MULTIMODAL: dict[str, dict[str, str]] = {
 TEXT_PART = "language_model."
 
 _MISTRAL = Architecture(qkv_bias=False, o_bias=False, windows="all", max_position_embeddings=131072)
+_QWEN2 = Architecture(qkv_bias=True, o_bias=False, windows="layers")
 _ERNIE = Architecture(
     qkv_bias=False,
     o_bias=False,
@@ -281,7 +282,8 @@ ARCHITECTURES: dict[str, Architecture] = {
         num_kv_heads=8,
     ),
     "MistralForCausalLM": replace(_MISTRAL, sliding_window=4096),
-    "Qwen2ForCausalLM": Architecture(qkv_bias=True, o_bias=False, windows="layers"),
+    "Qwen2ForCausalLM": _QWEN2,
+    "MiMoForCausalLM": _QWEN2,
     "Qwen3ForCausalLM": Architecture(qk_norm=True, windows="layers", head_dim=128),
     "Phi3ForCausalLM": Architecture(
         qkv_bias=False,

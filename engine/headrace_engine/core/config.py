@@ -110,6 +110,7 @@ class EngineConfig:
             raise ConfigError(f"swap_space must be GiB, 0 or more, not {self.swap_space}")
         self._check_lora()
         self._check_parallel()
+        self._check_draft_head()
         if not 0.0 < self.memory_utilization <= 1.0:
             raise ConfigError(
                 f"memory_utilization must be in (0, 1], not {self.memory_utilization}"
@@ -117,7 +118,31 @@ class EngineConfig:
 
     @property
     def has_draft_model(self) -> bool:
-        return self.speculative_config is not None and self.speculative_config.model is not None
+        config = self.speculative_config
+        return config is not None and config.method == "draft_model"
+
+    @property
+    def draft_head(self) -> SpeculativeConfig | None:
+        """The speculative configuration, if it names a head that reads hidden states."""
+        config = self.speculative_config
+        return config if config is not None and config.has_head else None
+
+    def _check_draft_head(self) -> None:
+        """Raises ConfigError for what draft heads do not support."""
+        head = self.draft_head
+        refused = {
+            f"tensor_parallel_size {self.tensor_parallel_size}": self.tensor_parallel_size > 1,
+            "enable_lora": self.enable_lora,
+            "load_format dummy": self.load_format == "dummy",
+            "model_implementation transformers": self.model_implementation == "transformers",
+            "task embed": self.task == "embed",
+        }
+        for name, wanted in refused.items():
+            if head is not None and wanted:
+                raise ConfigError(
+                    f"speculative_config.method {head.method} does not support {name}: leave one "
+                    "of them out, or use method ngram or draft_model"
+                )
 
     def _check_parallel(self) -> None:
         if self.deterministic and self.tensor_parallel_size > 1:

@@ -24,6 +24,7 @@ from ..kernels.triton.dependent_launch import DependentLaunches
 from ..lora.batch import StaticLoRA
 from ..models.base import CausalModel, ForwardBatch, SharedModel
 from ..models.decoder.decoder import Decoder
+from ..models.draft_heads.target import HeadTarget
 from .capture import Capture, CudaCapture, MeteredCapture, Run, at_least
 from .mixed_steps import MixedSizes, MixedSteps, StaticMixedBatch
 from .static_batch import StaticBatch
@@ -151,7 +152,7 @@ class DecodeRecorder:
     """The inputs for recording a model's steps over `caches`.
 
     Contexts have up to `max_model_len` tokens. With `lora` None, no decodes with adapters are
-    recorded.
+    recorded. With `every_row` steps return the rows of all their tokens.
     """
 
     model: CausalModel
@@ -161,6 +162,7 @@ class DecodeRecorder:
     max_model_len: int
     lora: StaticLoRA | None = None
     layout: KVLayout = ONE_GROUP
+    every_row: bool = False
 
     @property
     def device(self) -> torch.device:
@@ -186,7 +188,12 @@ class DecodeRecorder:
             return None
         blocks = -(-self.max_model_len // config.block_size)
         buffers = StaticMixedBatch(
-            sizes.tokens[-1], config.max_num_seqs, blocks, self.device, self.layout
+            sizes.tokens[-1],
+            config.max_num_seqs,
+            blocks,
+            self.device,
+            self.layout,
+            self.every_row,
         )
         return MixedBatch(sizes, buffers)
 
@@ -218,7 +225,7 @@ def record_graphs(recorder: DecodeRecorder) -> CausalModel:
     model = recorder.model
     if isinstance(model, SharedModel):
         with model.recording(recorder.max_model_len, keep=True):
-            return model.with_part(record_graphs(replace(recorder, model=model.part)))
+            return model.with_part(record_graphs(_of_part(recorder, model)))
     reason = recorder.refusal()
     if reason is not None:
         if recorder.device.type == "cuda":
@@ -238,6 +245,10 @@ def record_graphs(recorder: DecodeRecorder) -> CausalModel:
     return graphed
 
 
+def _of_part(recorder: DecodeRecorder, model: SharedModel) -> DecodeRecorder:
+    return replace(recorder, model=model.part, every_row=isinstance(model, HeadTarget))
+
+
 def measure_graphs(recorder: DecodeRecorder) -> int:
     """Estimates the bytes that `record_graphs` will take of this process's device.
 
@@ -249,7 +260,7 @@ def measure_graphs(recorder: DecodeRecorder) -> int:
     model, device = recorder.model, recorder.device
     if isinstance(model, SharedModel):
         with model.recording(recorder.max_model_len, keep=False):
-            return measure_graphs(replace(recorder, model=model.part))
+            return measure_graphs(_of_part(recorder, model))
     if recorder.refusal() is not None:
         return 0
     metered = MeteredCapture(CudaCapture(), lambda: free_bytes(device))

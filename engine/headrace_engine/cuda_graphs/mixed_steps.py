@@ -52,7 +52,8 @@ class StaticMixedBatch:
     sequences. No more than MOST_PROMPTS of them may compute prompts.
 
     Padding tokens belong to no sequence, and their slots are below 0. Padding sequences have no
-    tokens. `blocks` is the length of a block table.
+    tokens. `blocks` is the length of a block table. A step samples for its sequences, or with
+    `every_row` returns the rows of all tokens.
     """
 
     def __init__(
@@ -62,14 +63,16 @@ class StaticMixedBatch:
         blocks: int,
         device: torch.device,
         layout: KVLayout = ONE_GROUP,
+        every_row: bool = False,
     ) -> None:
         def zeros(*shape: int, dtype: torch.dtype = torch.int64) -> torch.Tensor:
             return torch.zeros(shape, dtype=dtype, device=device)
 
         rows = sequences + MOST_PROMPTS
         self._sequences, self._layout = sequences, layout
+        self._most_rows = tokens if every_row else sequences
         self._ids, self._positions = zeros(tokens), zeros(tokens)
-        self._logits_rows = zeros(sequences)
+        self._logits_rows = zeros(self._most_rows)
         self._starts = zeros(rows + 1, dtype=torch.int32)
         self._lens = zeros(rows, dtype=torch.int32)
         self._decode_count = zeros(1, dtype=torch.int32)
@@ -91,7 +94,7 @@ class StaticMixedBatch:
             and batch.states is None
             and sequences <= self._sequences
             and sequences - metadata.num_decodes <= MOST_PROMPTS
-            and len(batch.logits_rows) <= min(self._sequences, len(batch.input_ids))
+            and len(batch.logits_rows) <= min(self._most_rows, len(batch.input_ids))
         )
 
     def fill(self, batch: ForwardBatch, tokens: int) -> None:
@@ -131,7 +134,7 @@ class StaticMixedBatch:
         return ForwardBatch(
             self._ids[:tokens],
             self._positions[:tokens],
-            self._logits_rows[:decodes],
+            self._logits_rows[: min(self._most_rows, tokens)],
             groups[0],
             layers=of_layers(groups, self._layout),
         )

@@ -28,7 +28,7 @@ def load_model(config: EngineConfig, launch: Launcher = RankProcess) -> PlacedMo
     """Loads the model, with ranks if there are several devices. Raises CheckpointError, ConfigError
     or RankFailed."""
     size = config.tensor_parallel_size
-    if config.swap_space or config.has_draft_model:
+    if config.swap_space or config.has_draft_model or config.draft_head is not None:
         config = replace(config, disable_hybrid_kv_cache_manager=True)
     if size == 1:
         return place_model(config)

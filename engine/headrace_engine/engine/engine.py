@@ -22,6 +22,7 @@ from ..scheduler.lora_stats import LoRAStats
 from ..scheduler.policies import Policy, make_policy
 from ..scheduler.scheduler import Scheduler
 from ..speculative.draft_proposer import Drafter
+from ..speculative.head_proposer import DraftingHead
 from ..speculative.speculator import make_speculator
 from .step_pipeline import StepPipeline
 
@@ -65,6 +66,10 @@ class Runner(Protocol):
     @property
     def draft_model(self) -> Drafter | None:
         """The draft model of speculative decoding; None if the configuration names none."""
+
+    @property
+    def draft_head(self) -> DraftingHead | None:
+        """The head that reads the model's hidden states; None if the configuration names none."""
 
     @property
     def adapters(self) -> Container[str] | None:
@@ -116,7 +121,7 @@ class Engine:
             config = replace(config, enable_prefix_caching=False)
         policy = policy or make_policy(config.policy, config.policy_options)
         self._scheduler = Scheduler(config, limits, policy)
-        self._speculator = make_speculator(config, runner.draft_model)
+        self._speculator = make_speculator(config, runner.draft_model, runner.draft_head)
         self._pipeline = self._make_pipeline(runner)
         # Last outputs of resumed choices that had ended already; the next step returns them.
         self._ended: list[SequenceOutput] = []

@@ -20,6 +20,7 @@ from ..layers.fp8_cache import CACHE_DTYPES
 from ..lora.batch import LoRAOps
 from ..lora.shapes import AdaptableModel, LayerShapes
 from ..models.base import CausalModel, KVShape, RecurrentModel, state_layout
+from ..models.draft_heads.base import HeadOptions
 from ..models.encoder.encoder_families import encoder_family
 from ..models.encoder.pooler_config import (
     check_overrides,
@@ -87,6 +88,7 @@ def place_model(config: EngineConfig, shard: Shard | None = None) -> PlacedModel
         deterministic=deterministic,
         load_format=config.load_format,
         cache_dtype=stored,
+        draft_head=HeadOptions.of(config),
     )
     with torch.inference_mode():
         loaded = load_model(config, checkpoint, options)
@@ -108,6 +110,7 @@ def place_model(config: EngineConfig, shard: Shard | None = None) -> PlacedModel
         pooler_config=pooler_config,
         cache_dtype=stored,
         lora_shapes=_lora_shapes(config, loaded.model),
+        draft_head=loaded.draft_head,
     )
     if _is_tuned(config, placed):
         from ..autotune.start import tune  # needs Triton
@@ -120,9 +123,12 @@ def _layout(
     config: EngineConfig, loaded: LoadedModel, block_bytes: Callable[[KVShape], int]
 ) -> KVLayout:
     """The layout: layers that keep different positions get separate blocks, if all blocks have the
-    same size."""
+    same size. A draft head's layers follow the model's and keep all positions."""
     shapes = loaded.model.kv_shapes
     windows = loaded.windows or (None,) * len(shapes)
+    if loaded.draft_head is not None:
+        shapes = (*shapes, *loaded.draft_head.kv_shapes)
+        windows = (*windows, *(None for _ in loaded.draft_head.kv_shapes))
     hybrid = KVLayout.of(windows, hybrid=len(set(shapes)) == 1, chunked=loaded.chunked)
     if isinstance(loaded.model, RecurrentModel):
         return _with_state(config, loaded.model, windows, block_bytes)

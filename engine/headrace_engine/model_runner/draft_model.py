@@ -33,6 +33,11 @@ class DraftModel:
 
     def __init__(self, config: EngineConfig) -> None:
         """Loads the model of `config`. Only the first rank has a draft model, unsplit."""
+        if "speculators_config" in load_checkpoint(config.model, config.revision).config:
+            raise ConfigError(
+                f"speculative_config.model {config.model} is a head, not a draft model: set "
+                "speculative_config.method eagle3"
+            )
         self._placed = place_model(config)
         if self._placed.layout.groups.state:
             raise ConfigError(
@@ -54,8 +59,9 @@ class DraftModel:
     def of(cls, config: EngineConfig) -> "DraftModel | None":
         """The draft model of an engine's configuration; None if it names none."""
         speculation = config.speculative_config
-        if speculation is None or speculation.model is None:
+        if speculation is None or speculation.method != "draft_model":
             return None
+        assert speculation.model is not None, "a draft model has a name"
         _check_vocabularies(config, speculation.model, speculation.revision)
         own = replace(
             config,

@@ -23,11 +23,13 @@ from ..distributed.loader import load_model
 from ..distributed.process import Launcher, RankProcess
 from ..lora.adapters import Adapters
 from ..models.base import ForwardBatch
+from ..models.draft_heads.target import HeadTarget
 from ..sampling.logprobs import score_prompts
 from ..sampling.pooler import Pooler
 from ..sampling.random_sampling import make_random_sampler
 from ..sampling.sampler import Sampler
 from .async_execution import Step, StepExecutor, make_executor
+from .draft_head import DraftHeadRunner
 from .draft_model import DraftModel
 from .future_tokens import FutureTokens, find_future_tokens
 from .host_kv_cache import HostKVCache
@@ -41,7 +43,8 @@ class ModelRunner:
     """A loaded model with its KV cache. Made once in a process; used by one thread.
 
     `peers` are the other processes of the model, None if there is only this one. `draft_model` has
-    as many KV blocks as the target; None without one. `launch` starts the other ranks, if several
+    as many KV blocks as the target; None without one. `draft_head` proposes drafts from its hidden
+    states; None without one. `launch` starts the other ranks, if several
     share the model. `executor` runs submitted steps; None: the device's. Raises CheckpointError,
     ConfigError or RankFailed naming what cannot be loaded or served.
     """
@@ -73,10 +76,12 @@ class ModelRunner:
         self._lora = LoRARuntime.of(config, placed, self._transfer)
         self._executor = executor or make_executor(placed.device, clock)
         self._last: Step | None = None
+        self.draft_head = self._make_draft_head()
         self._caches: tuple[LayerCache, ...] = ()
+        self._model_caches: tuple[LayerCache, ...] = ()  # without the draft head's
         self.host_kv_cache: HostKVCache | None = None  # the profile run swaps no blocks
         self.num_blocks = self._size_cache()
-        self._caches = self._allocate(self.num_blocks)
+        self._allocate(self.num_blocks)
         if config.swap_space:
             self.host_kv_cache = HostKVCache(config, self._caches, placed.peers)
         if self.draft_model is not None:
@@ -100,6 +105,8 @@ class ModelRunner:
         step = Step(scheduler_output, self._build(scheduler_output))
         self._launch(step)
         result = step.result(0.0)
+        if self.draft_head is not None:
+            self.draft_head.read(scheduler_output, result.sampled)
         if self.host_kv_cache is not None:
             self.host_kv_cache.synchronize()
         return replace(result, seconds=self._clock() - begun)
@@ -148,7 +155,7 @@ class ModelRunner:
             if self._pooler is not None:
                 step.embeddings = self._embed(self._pooler, scheduler_output, batch.forward)
                 return
-            logits = self.model.forward(batch.forward, self._caches)
+            logits = self.model.forward(batch.forward, self._model_caches)
             if batch.scoring:
                 step.scored = score_prompts(logits[len(batch.sampling) :], batch.scoring)
                 logits = logits[: len(batch.sampling)]
@@ -182,6 +189,9 @@ class ModelRunner:
                 self._lora.warm_up()
         if self._caches:  # an encoder has no cache, and decodes nothing
             self.model = record_graphs(self._recorder)
+        if self.draft_head is not None:
+            assert isinstance(self.model, HeadTarget), "a recorded target remains a target"
+            self.draft_head.target = self.model
         if self.draft_model is not None:
             scheduler_output = self._dummy_step(1, 1, num_blocks=1)
             self.draft_model.execute(
@@ -194,6 +204,10 @@ class ModelRunner:
         blocks = self._placed.count_blocks(
             self._config, per_block, self.max_model_len, self._profile
         )
+        if self.draft_head is not None and self._config.num_blocks is None:
+            scratch = self.draft_head.scratch_blocks
+            scratch *= self._placed.head_block_bytes(self.block_size)
+            blocks = max(1, blocks - -(-scratch // per_block))
         wanted = self.kv_groups.blocks(self.max_model_len, self.block_size)
         if blocks < wanted and self._config.max_model_len is not None:
             raise ConfigError(
@@ -219,11 +233,11 @@ class ModelRunner:
         length = min(-(-budget // min(self._config.max_num_seqs, budget)), self.max_model_len)
         sequences = -(-budget // length)
         blocks = -(-length // self.block_size)
-        self._caches = self._allocate(blocks)
+        self._allocate(blocks)
         lora = None if self._lora is None else ANY
         self.execute(self._dummy_step(sequences, length, blocks, drafts, lora))
         graphs = measure_graphs(self._recorder) if self._caches else 0  # an encoder has no cache
-        self._caches = ()
+        self._caches, self._model_caches = (), ()
         return graphs
 
     @property
@@ -232,7 +246,7 @@ class ModelRunner:
         return DecodeRecorder(
             self.model,
             self.attention,
-            self._caches,
+            self._model_caches,
             self._config,
             self.max_model_len,
             lora,
@@ -267,5 +281,18 @@ class ModelRunner:
         ]
         return SchedulerOutput(tuple(scheduled), (), sequences * length)
 
-    def _allocate(self, num_blocks: int) -> tuple[LayerCache, ...]:
-        return self._placed.allocate(num_blocks, self.block_size)
+    def _allocate(self, num_blocks: int) -> None:
+        """Allocates the KV cache: the model's layers, then the draft head's."""
+        head, own = self.draft_head, len(self.model.kv_shapes)
+        scratch = 0 if head is None else head.scratch_blocks
+        self._caches = self._placed.allocate(num_blocks, self.block_size, scratch)
+        self._model_caches = self._caches if head is None else self._caches[:own]
+        if head is not None:
+            head.use(self._caches[own:], num_blocks)
+
+    def _make_draft_head(self) -> DraftHeadRunner | None:
+        head, model = self._placed.draft_head, self.model
+        if head is None:
+            return None
+        assert isinstance(model, HeadTarget), "a model with a head leaves its states"
+        return DraftHeadRunner(head, model, self._placed, self._config, self._sampler)

@@ -104,11 +104,11 @@ def state_layout(model: RecurrentModel, block_bytes: int) -> StateLayout:
 
 @runtime_checkable
 class SharedModel(CausalModel, Protocol):
-    """A model whose parts are held by several processes."""
+    """A model around a part that this process computes: other processes may hold further parts."""
 
     @property
     def part(self) -> CausalModel:
-        """This process's part."""
+        """This process's part, whose steps are recorded."""
 
     def with_part(self, part: CausalModel) -> CausalModel:
         """The model with this process's part replaced."""

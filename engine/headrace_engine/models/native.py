@@ -19,6 +19,16 @@ from .decoder.norm_fusion import make_decoder
 from .decoder.parallel_decoder import ParallelDecoder
 from .decoder.positions import PositionTables
 from .determinism import check_deterministic
+from .draft_heads.base import HeadOptions
+from .draft_heads.eagle3 import EagleConfig
+from .draft_heads.loading import (
+    HeadSource,
+    check_mtp,
+    fused_target,
+    load_eagle3,
+    load_mtp,
+    tapped_target,
+)
 from .hidden_states import HEAD, HiddenStateReader, HiddenStates, without_head
 from .layout import TensorLayout
 from .linear.linear_maker import NO_INT8, QuantizedOps, computes_natively
@@ -38,10 +48,17 @@ def load(checkpoint: Checkpoint, options: LoadOptions) -> LoadedModel:
     tensor."""
     config = ModelConfig.from_hf(checkpoint)
     rope, dummy = config.rope, options.load_format == "dummy"
+    if options.draft_head is not None and options.hidden_states:
+        raise ConfigError(
+            f"speculative_config is given, but {checkpoint.folder} is an embedding model, which "
+            "writes no tokens: leave it out"
+        )
     length = pick_context(
         options.positions, config.max_position_embeddings, rope.rope_type, rope.parameters
     )
     layout = TensorLayout(config)
+    if options.draft_head is not None:
+        _check_head(options.draft_head, checkpoint, config, layout)
     if config.text_part and not dummy:
         config = _with_stored_head(config, checkpoint, layout)
     if options.cache_dtype is not None and not dummy:
@@ -56,6 +73,35 @@ def load(checkpoint: Checkpoint, options: LoadOptions) -> LoadedModel:
         cuts = None if shard is None else WeightCuts(config, shard)
         where = (checkpoint.folder, options.dtype, options.device)
         source = (*where, layout.locate, progress, stored, cuts)
+        head = options.draft_head
+        if head is not None:
+            files = (checkpoint, options.dtype, options.device, layout.locate, progress, stored)
+            quantizes = _quantizes(options, eight)
+            parts = HeadSource(*files, options.ops, options.attention, quantizes, length)
+            states = HiddenStateReader(*source, config)
+            if head.checkpoint is None:
+                bare = _make(without_head(config), states, options, length, eight)
+                target, made = load_mtp(config, bare, parts)
+            else:
+                taps = EagleConfig.of(head.checkpoint, config).taps
+                if isinstance(options.ops, NativeOps) and _is_fused(config, options):
+                    fused = FusedDecoder(
+                        without_head(config),
+                        states,
+                        PositionTables(config, length, options.device),
+                        options.ops,
+                        options.attention,
+                        eight,
+                        taps,
+                    )
+                    tapped = fused_target(config, fused, parts)
+                else:
+                    weights = read_weights(config, WeightReader(*source), options.ops, quantizes)
+                    tapped = tapped_target(config, weights, parts, taps)
+                target, made = load_eagle3(
+                    config, tapped, parts, head.checkpoint, head.quantization
+                )
+            return LoadedModel(target, length, config.windows, config.chunked, made)
         if not options.hidden_states:
             reader = _random_reader(options, cuts, stored) if dummy else WeightReader(*source)
             model = _make(config, reader, options, length, eight)
@@ -64,6 +110,21 @@ def load(checkpoint: Checkpoint, options: LoadOptions) -> LoadedModel:
         bare = _make(without_head(config), states, options, length, eight)
         found = HiddenStates(bare, config.vocab_size)
         return LoadedModel(found, length, config.windows, config.chunked)
+
+
+def _check_head(
+    head: HeadOptions, checkpoint: Checkpoint, config: ModelConfig, layout: TensorLayout
+) -> None:
+    """Raises ConfigError if there is no head, or it does not fit the decoder."""
+    if head.method == "mtp":
+        check_mtp(checkpoint, config, layout.locate)
+    elif config.latent is not None:
+        raise ConfigError(
+            f"speculative_config.method eagle3 does not support {checkpoint.architecture}, which "
+            "attends to latents: use method mtp or ngram"
+        )
+    elif head.checkpoint is not None:
+        EagleConfig.of(head.checkpoint, config)
 
 
 def _random_reader(
@@ -96,14 +157,10 @@ def _make(
     config: ModelConfig, reader: WeightReader, options: LoadOptions, length: int, eight: bool
 ) -> CausalModel:
     ops, positions = options.ops, PositionTables(config, length, options.device)
-    native = computes_natively(ops, options.dtype)
-    takes_eight = native or isinstance(ops, QuantizedOps)
-    if options.quantization == "int8" and not takes_eight:
-        raise ConfigError(NO_INT8)
+    quantizes = _quantizes(options, eight)
     if isinstance(ops, NativeOps) and _is_fused(config, options):
         return FusedDecoder(config, reader, positions, ops, options.attention, eight)
-    # Operators with their own quantised layers quantise other layers only if asked to.
-    weights = read_weights(config, reader, ops, eight if native else options.quantization == "int8")
+    weights = read_weights(config, reader, ops, quantizes)
     if options.shard is not None:
         return ParallelDecoder(
             config,
@@ -115,6 +172,15 @@ def _make(
             embeddings=reader.whole_shape(EMBEDDING)[0],
         )
     return make_decoder(config, weights, positions, ops, options.attention)
+
+
+def _quantizes(options: LoadOptions, eight: bool) -> bool:
+    """Whether linear layers are rounded to 8 bits. Operators with their own quantised layers do
+    that only if asked to. Raises ConfigError if that is not supported."""
+    native = computes_natively(options.ops, options.dtype)
+    if options.quantization == "int8" and not (native or isinstance(options.ops, QuantizedOps)):
+        raise ConfigError(NO_INT8)
+    return eight if native else options.quantization == "int8"
 
 
 def _is_fused(config: ModelConfig, options: LoadOptions) -> bool:

@@ -16,7 +16,8 @@ from ..kv_cache.memory_budget import Profile, count_blocks
 from ..lora.adapter import AdapterWeights
 from ..lora.shapes import LayerShapes
 from ..operators.base import Ops
-from .base import CausalModel
+from .base import CausalModel, KVShape
+from .draft_heads.base import DraftHead
 
 
 class PeerRanks(Protocol):
@@ -63,7 +64,8 @@ class PlacedModel:
 
     `peers` have the other parts of the model; None if this process has all of it. `cache_dtype` is
     the dtype of stored KV; None means `dtype`. `lora_shapes` are the layers that adapters may
-    change; None if adapters are off.
+    change; None if adapters are off. `draft_head` proposes drafts; the layers of its KV cache
+    follow the model's, in the same blocks.
     """
 
     model: CausalModel
@@ -78,14 +80,37 @@ class PlacedModel:
     peers: PeerRanks | None = None
     cache_dtype: torch.dtype | None = None
     lora_shapes: tuple[LayerShapes, ...] | None = None
+    draft_head: DraftHead | None = None
 
-    def allocate(self, num_blocks: int, block_size: int) -> tuple[LayerCache, ...]:
-        """Allocates zeroed KV memory: one entry a layer, shared by layers of the same place."""
+    @property
+    def kv_shapes(self) -> tuple[KVShape, ...]:
+        """One entry for each layer, the draft head's last."""
+        head = self.draft_head
+        return self.model.kv_shapes if head is None else (*self.model.kv_shapes, *head.kv_shapes)
+
+    def allocate(
+        self, num_blocks: int, block_size: int, head_blocks: int = 0
+    ) -> tuple[LayerCache, ...]:
+        """Allocates zeroed KV memory: one entry a layer, shared by layers of the same place. The
+        draft head's layers get `head_blocks` more blocks."""
         if self.peers is not None:
             self.peers.allocate(num_blocks)
-        specs = self._specs(block_size)
-        memory = [self.attention.allocate(num_blocks, spec) for spec in specs]
+        specs, own = self._specs(block_size), len(self.model.kv_shapes)
+        memory = [
+            self.attention.allocate(num_blocks + (head_blocks if layer >= own else 0), spec)
+            for layer, spec in zip(self.layout.layer_of_each_place, specs, strict=True)
+        ]
         return tuple(memory[place] for place in self.layout.places)
+
+    def head_block_bytes(self, block_size: int) -> int:
+        """Bytes of one block in the draft head's layers."""
+        return sum(
+            self.attention.block_bytes(spec)
+            for layer, spec in zip(
+                self.layout.layer_of_each_place, self._specs(block_size), strict=True
+            )
+            if layer >= len(self.model.kv_shapes)
+        )
 
     def block_bytes(self, block_size: int) -> int:
         """Bytes of one block in all layers of a group."""
@@ -135,7 +160,7 @@ class PlacedModel:
 
     def _specs(self, block_size: int) -> list[KVSpec]:
         """One spec for each place."""
-        shapes = self.model.kv_shapes
+        shapes = self.kv_shapes
         return [
             KVSpec(
                 shape.num_kv_heads,

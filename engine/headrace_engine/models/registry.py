@@ -14,6 +14,7 @@ from ..core.config import EngineConfig, LoadFormat
 from ..core.errors import ConfigError, ContextTooLong
 from ..operators.base import Ops
 from .base import CausalModel
+from .draft_heads.base import DraftHead, HeadOptions
 from .encoder.encoder_families import encoder_family
 from .parallel import Shard
 
@@ -25,7 +26,7 @@ class LoadOptions:
     """Where and how a model computes. `positions` is the longest context it must serve, or None for
     the checkpoint's own. With `hidden_states` the model returns those instead of logits. `shard` is
     the part of the model that this process holds; None: all of it. `cache_dtype` is the dtype of
-    stored KV; None: `dtype`."""
+    stored KV; None: `dtype`. `draft_head` is the head to load with it."""
 
     device: torch.device
     dtype: torch.dtype
@@ -38,6 +39,7 @@ class LoadOptions:
     load_format: LoadFormat = "auto"
     shard: Shard | None = None
     cache_dtype: torch.dtype | None = None
+    draft_head: HeadOptions | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,13 +48,15 @@ class LoadedModel:
 
     `windows` has one entry for each layer: the number of keys that a position sees, including its
     own, or None if it sees all. It is empty for a model without KV. With `chunked` a position sees
-    only the keys since the last multiple of that number.
+    only the keys since the last multiple of that number. With a `draft_head`, `model` is a
+    HeadTarget.
     """
 
     model: CausalModel
     max_model_len: int
     windows: tuple[int | None, ...] = ()
     chunked: bool = False
+    draft_head: DraftHead | None = None
 
 
 class Loader(Protocol):
@@ -103,6 +107,11 @@ def load_model(config: EngineConfig, checkpoint: Checkpoint, options: LoadOption
             f"deterministic needs a native model, and {name} would be served through transformers: "
             "serve it without deterministic"
         )
+    if options.draft_head is not None and not native:
+        raise ConfigError(
+            f"speculative_config.method {options.draft_head.method} needs a native model, and "
+            f"{name} is none: use method ngram or draft_model"
+        )
     if wanted == "native" and name not in NATIVE:
         raise ConfigError(
             f"model_implementation native has no {name}; it has {', '.join(NATIVE)}. "
@@ -126,7 +135,7 @@ def load_model(config: EngineConfig, checkpoint: Checkpoint, options: LoadOption
 
 def _is_bound(options: LoadOptions) -> bool:
     """Whether the options need a native model."""
-    return options.deterministic or options.shard is not None
+    return options.deterministic or options.shard is not None or options.draft_head is not None
 
 
 def _loader(entry: tuple[str, str]) -> Loader:

@@ -16,6 +16,7 @@ from ..kernels.cpu.structs import Delta, Mamba, Mamba2, States
 from .recurrent import (
     Convolution,
     DeltaWeights,
+    GatedDelta,
     Mamba2Weights,
     MambaWeights,
     Selection,
@@ -38,7 +39,9 @@ class NativeRecurrences:
     def __init__(self, executor: Executor) -> None:
         self._executor, self._steps = executor, _Steps()
 
-    def gated_delta(self, weights: DeltaWeights) -> "NativeGatedDelta":
+    def gated_delta(self, weights: DeltaWeights) -> GatedDelta:
+        if weights.by_channel:
+            return TorchGatedDelta(weights)
         return NativeGatedDelta(weights, self._executor, self._steps)
 
     def state_space(self, weights: Mamba2Weights) -> "NativeStateSpace":

@@ -63,7 +63,11 @@ class DeltaShape:
 
 @dataclass(frozen=True, slots=True)
 class DeltaWeights:
-    """A gated delta net without its products. `a_log`, `dt_bias` [Hv] are float32; `norm` [V]."""
+    """A gated delta net without its products. `a_log`, `dt_bias` [Hv] are float32; `norm` [V].
+
+    Kimi Delta Attention (https://arxiv.org/abs/2510.26692) is one in which each channel of a key
+    decays by itself: `dt_bias` is [Hv, K]. Its gate is a sigmoid.
+    """
 
     convolution: Convolution
     a_log: torch.Tensor
@@ -71,6 +75,10 @@ class DeltaWeights:
     norm: torch.Tensor
     eps: float
     shape: DeltaShape
+
+    @property
+    def by_channel(self) -> bool:
+        return self.dt_bias.ndim == 2
 
 
 class GatedDelta(Protocol):
@@ -88,7 +96,7 @@ class GatedDelta(Protocol):
         """Advances the states of recurrent layer `layer`, and returns [T, Hv * V].
 
         `mixed` [T, C] are queries, keys and values; `gate` is [T, Hv, V]; `beta` and `decay`
-        [T, Hv] are the inputs of both.
+        [T, Hv] are the inputs of both. `decay` is [T, Hv * K] if channels decay by themselves.
         """
 
 
@@ -284,14 +292,18 @@ class TorchGatedDelta:
         memory: StateMemory,
     ) -> torch.Tensor:
         weights = self.weights
-        decays = -weights.a_log.exp() * F.softplus(decay.float() + weights.dt_bias)
+        rates = -weights.a_log.exp()
+        raised = decay.float().view(len(decay), *weights.dt_bias.shape) + weights.dt_bias
+        decays = (rates[:, None] if weights.by_channel else rates) * F.softplus(raised)
         inputs = (mixed, decays, beta.sigmoid().float())
-        advance = partial(advance_delta, weights.shape, weights.convolution)
+        advance = partial(_advance_delta, weights.shape, weights.convolution)
         outputs = scan(layer, memory, inputs, advance).to(mixed.dtype)
-        return gated_norm(outputs, gate, weights.norm, weights.eps).flatten(1)
+        if weights.by_channel:
+            return _sigmoid_norm(outputs, gate, weights.norm, weights.eps).flatten(1)
+        return _gated_norm(outputs, gate, weights.norm, weights.eps).flatten(1)
 
 
-def advance_delta(
+def _advance_delta(
     shape: DeltaShape,
     convolution: Convolution,
     rows: tuple[torch.Tensor, ...],
@@ -318,13 +330,22 @@ def advance_delta(
     return outputs, (window, matrix)
 
 
-def gated_norm(
+def _gated_norm(
     x: torch.Tensor, gate: torch.Tensor, weight: torch.Tensor, eps: float
 ) -> torch.Tensor:
     """RMS norm of each head of x, times silu(gate), both [T, Hv, V]."""
     wide = x.float()
     normed = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)
     return ((weight * normed.to(x.dtype)) * F.silu(gate.float())).to(x.dtype)
+
+
+def _sigmoid_norm(
+    x: torch.Tensor, gate: torch.Tensor, weight: torch.Tensor, eps: float
+) -> torch.Tensor:
+    """RMS norm of each head of x, times sigmoid(gate), both [T, Hv, V]."""
+    wide = x.float()
+    normed = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)
+    return (weight.float() * normed * torch.sigmoid(gate.float())).to(x.dtype)
 
 
 def _normed(x: torch.Tensor) -> torch.Tensor:

@@ -24,10 +24,10 @@ from ..kernels.triton.gated_delta import (
     gated_delta_kernel,
 )
 from ..kernels.triton.launch import (
-    RecurrentLaunch,
+    RECURRENT,
+    RecurrentLaunches,
     dot_precision,
     power_of_two,
-    recurrent_launch,
     row_warps,
     tile_extent,
 )
@@ -53,8 +53,6 @@ FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 # Limits of the kernels: positions of a convolution, tensors of a layer's cache, and elements of a
 # head's row.
 LONGEST, PAGES, WIDEST = 16, 2, 256
-# Runs of fewer tokens are advanced token by token.
-CHUNKED = 16
 # Channels of one program, and tokens of a convolution's tile.
 CHANNELS, TILE = 128, 16
 # Elements of a state for each warp.
@@ -62,11 +60,12 @@ WARP_ELEMENTS = 2048
 
 
 class TritonRecurrences:
-    """Makes recurrent parts that run through Triton. Runs of `chunked` tokens and more are advanced
-    chunk by chunk."""
+    """Makes recurrent parts that run through Triton."""
 
-    def __init__(self, dependent_launches: DependentLaunches, chunked: int = CHUNKED) -> None:
-        self._steps = _Steps(dependent_launches, chunked)
+    def __init__(
+        self, dependent_launches: DependentLaunches, launches: RecurrentLaunches = RECURRENT
+    ) -> None:
+        self._steps = _Steps(dependent_launches, launches)
 
     def gated_delta(self, weights: DeltaWeights) -> "TritonGatedDelta":
         return TritonGatedDelta(weights, self._steps)
@@ -104,24 +103,34 @@ class TritonGatedDelta:
             return self._torch(mixed, gate, beta, decay, layer, memory)
         output = mixed.new_empty(len(mixed), shape.value_width)
         rows = (mixed, gate.flatten(1), _dense(beta), _dense(decay))
-        if len(step.table.short):
-            self._advance(output, rows, step)
-        if len(step.table.long):
+        table, by_channel = step.table, self._torch.weights.by_channel
+        alone = table.all if by_channel else table.short
+        if len(alone):
+            self._advance(output, rows, step, alone)
+        if len(table.long) and not by_channel:
             self._advance_chunks(output, rows, step)
         return output
 
-    def _advance(self, output: torch.Tensor, rows: tuple[torch.Tensor, ...], step: "_Step") -> None:
-        weights, shape, table = self._torch.weights, self._torch.weights.shape, step.table
+    def _advance(
+        self,
+        output: torch.Tensor,
+        rows: tuple[torch.Tensor, ...],
+        step: "_Step",
+        sequences: torch.Tensor,
+    ) -> None:
+        """Advances sequences token by token."""
+        weights, shape = self._torch.weights, self._torch.weights.shape
         keys, values = power_of_two(shape.key_dim), power_of_two(shape.value_dim)
-        gated_delta_kernel[(len(table.short), shape.key_heads)](
+        gated_delta_kernel[(len(sequences), shape.key_heads)](
             output, *rows, self._taps.weight, self._taps.bias,
             self._rates, weights.dt_bias, weights.norm,
-            *step.window.tensors, *step.matrix.tensors, *step.places, *table.writes, table.short,
+            *step.window.tensors, *step.matrix.tensors, *step.places, *step.table.writes, sequences,
             *[part.stride(0) for part in rows], step.stride, weights.eps,
             KEY_HEADS=shape.key_heads, SHARED=shape.value_heads // shape.key_heads,
             KEY_DIM=shape.key_dim, VALUE_DIM=shape.value_dim, KEYS=keys, VALUES=values,
             SIZE=self._taps.size, TAPS=power_of_two(self._taps.size - 1),
             WINDOW_ELEMENTS=step.window.sizes[0], WINDOW_MORE=step.window.sizes[1],
+            BY_CHANNEL=weights.by_channel,
             **step.constants, **step.options, num_warps=_warps(keys * values),
         )  # fmt: skip
 
@@ -137,7 +146,7 @@ class TritonGatedDelta:
         lookups = mixed.new_empty(tokens, heads, shape.key_dim)
         scales = mixed.new_empty(tokens, 2 * shape.key_heads, dtype=torch.float32)
         vectors = (self._rates, weights.dt_bias)
-        launch, precision = step.launch, dot_precision(mixed.element_size())
+        launch, precision = self._steps.launches.delta, dot_precision(mixed.element_size())
         heads_of = {
             "KEY_HEADS": shape.key_heads,
             "SHARED": heads // shape.key_heads,
@@ -187,11 +196,11 @@ class TritonStateSpace:
         if step is None or max(shape.head_dim, shape.state_size) > WIDEST:
             return self._torch(mixed, gate, steps, layer, memory)
         rows, steps = step.convolve_all(mixed, self._taps, silu=True), _dense(steps)
-        found = mixed.new_empty(len(mixed), shape.width)
+        found, launch = mixed.new_empty(len(mixed), shape.width), self._steps.launches.space
         if len(step.table.short):
             self._advance(found, rows, steps, step, step.table.short, 1)
         if len(step.table.long):
-            self._advance(found, rows, steps, step, step.table.long, step.launch.tokens)
+            self._advance(found, rows, steps, step, step.table.long, launch.tokens)
         return self._gated(found, _dense(gate), step)
 
     def _advance(
@@ -204,7 +213,7 @@ class TritonStateSpace:
         tokens: int,
     ) -> None:
         """Advances sequences by `tokens` tokens at a time."""
-        shape, launch = self._torch.weights.shape, step.launch
+        shape, launch = self._torch.weights.shape, self._steps.launches.space
         dim = min(launch.columns, tile_extent(shape.head_dim))
         state_space_kernel[(len(sequences), shape.heads, -(-shape.head_dim // dim))](
             found, rows, steps, *self._vectors, *step.matrix.tensors, *step.places,
@@ -309,6 +318,7 @@ class _Table:
     them is done; and its row of targets, a sequence's own state last. `short` are the sequences
     with few tokens, `long` the others, `all` both. Chunks (their sequences, first tokens, ends) are
     those of `long`; `pieces` those of all sequences, with whole sequences if all are short.
+    `longest` is the most tokens of a sequence.
     """
 
     batch: StateBatch
@@ -318,10 +328,11 @@ class _Table:
     all: torch.Tensor
     chunks: tuple[torch.Tensor, ...]
     pieces: tuple[torch.Tensor, ...]
+    longest: int
 
     @classmethod
-    def of(cls, batch: StateBatch, tokens: int, chunked: int, move: Transfer) -> "_Table":
-        """The table of a batch: chunks have up to `tokens` tokens, long runs `chunked` or more."""
+    def of(cls, batch: StateBatch, tokens: int, least: int, move: Transfer) -> "_Table":
+        """The table of a batch: chunks have up to `tokens` tokens, long runs `least` or more."""
         count = len(batch.fresh)
         starts, ends = [0] * count, [0] * count
         writes: list[tuple[int, int, int]] = []
@@ -330,7 +341,8 @@ class _Table:
         for run in batch.runs:
             ends[run.sequence] = run.end
             writes += [(run.sequence, run.end, row) for row in sorted(run.writes, reverse=True)]
-        long = [ends[one] - starts[one] >= chunked for one in range(count)]
+        lengths = [end - start for start, end in zip(starts, ends, strict=True)]
+        long = [length >= least for length in lengths]
         chunks = [
             (run.sequence, begin, min(begin + tokens, run.end))
             for run in batch.runs
@@ -349,7 +361,16 @@ class _Table:
             *_columns(whole + chunks),
         ]
         moved = move([np.array(array, dtype=np.int32) for array in arrays])
-        return cls(batch, tuple(moved[:4]), *moved[4:7], tuple(moved[7:10]), tuple(moved[10:]))
+        return cls(
+            batch=batch,
+            writes=tuple(moved[:4]),
+            short=moved[4],
+            long=moved[5],
+            all=moved[6],
+            chunks=tuple(moved[7:10]),
+            pieces=tuple(moved[10:]),
+            longest=max(lengths),
+        )
 
 
 def _columns(rows: Sequence[tuple[int, int, int]]) -> list[np.ndarray]:
@@ -382,7 +403,6 @@ class _Step:
     stride: int
     first: int
     options: dict[str, int]
-    launch: RecurrentLaunch
 
     @property
     def constants(self) -> dict[str, int]:
@@ -414,7 +434,7 @@ class _Step:
             output, x, taps.weight, taps.bias, *self.window.tensors, *self.places,
             *self.table.writes, *chunks, x.stride(0), self.stride,
             **self._convolution(taps, channels, block),
-            TOKENS=TILE if len(self.table.long) else 1, SILU=silu, WRITE=write,
+            TOKENS=TILE if self.table.longest > 1 else 1, SILU=silu, WRITE=write,
             **self.options, num_warps=4,
         )  # fmt: skip
         return output
@@ -443,8 +463,8 @@ class _Step:
 class _Steps:
     """Describes the states of a step; what layers share is made once."""
 
-    def __init__(self, dependent_launches: DependentLaunches, chunked: int) -> None:
-        self._dependent_launches, self._chunked = dependent_launches, chunked
+    def __init__(self, dependent_launches: DependentLaunches, launches: RecurrentLaunches) -> None:
+        self._dependent_launches, self.launches = dependent_launches, launches
         self._transfer: Transfer | None = None
         self._table: _Table | None = None
         # By place: its cache, and that as elements of windows and of matrices.
@@ -460,11 +480,11 @@ class _Steps:
         pages = self._views(place, memory.caches[place], x.dtype)
         if pages is None:
             return None
-        launch = recurrent_launch(x.element_size())
         if self._transfer is None or self._transfer.device != x.device:
             self._transfer = Transfer(x.device)
         if self._table is None or self._table.batch is not batch:
-            self._table = _Table.of(batch, launch.tokens, self._chunked, self._transfer)
+            tokens, least = self.launches.delta.tokens, self.launches.least[x.element_size() == 4]
+            self._table = _Table.of(batch, tokens, least, self._transfer)
         begin = layout.part(layer).start
         return _Step(
             table=self._table,
@@ -478,7 +498,6 @@ class _Steps:
             stride=batch.sources.stride(0),
             first=layout.tensors[0].num_bytes // 4,
             options=self._dependent_launches.small,
-            launch=launch,
         )
 
     def _views(

@@ -1,4 +1,4 @@
-"""Drafts from n-grams or a draft model: how many, and which of them are accepted.
+"""Drafts from n-grams, a draft model or a draft head: how many, and which of them are accepted.
 
-Imports core and kv_cache. The draft model itself runs in model_runner.
+Imports core and kv_cache. Draft models and heads run in model_runner.
 """

@@ -6,6 +6,7 @@ from ..core.speculative_config import SpeculativeConfig
 from ..core.speculative_stats import SpeculationStats
 from ..core.step_plan import NO_DRAFTS, Drafts, SchedulerOutput, StepResult
 from .draft_proposer import Drafter, DraftModelProposer
+from .head_proposer import DraftingHead, HeadProposer
 from .lengths import DraftLengths
 from .ngram import NgramProposer
 from .proposer import Proposer
@@ -63,11 +64,16 @@ class Speculator:
             self._accepted[place] += 1
 
 
-def make_speculator(config: EngineConfig, draft_model: Drafter | None) -> Speculator | None:
-    """The configured speculator, or None. `draft_model` is the runner's, if it has one."""
+def make_speculator(
+    config: EngineConfig, draft_model: Drafter | None, draft_head: DraftingHead | None = None
+) -> Speculator | None:
+    """The configured speculator, or None. `draft_model` and `draft_head` are the runner's, if it
+    has them."""
     speculation = config.speculative_config
     if speculation is None:
         return None
+    if draft_head is not None:
+        return Speculator(speculation, HeadProposer(draft_head))
     if draft_model is not None:
         proposer = DraftModelProposer(
             draft_model,

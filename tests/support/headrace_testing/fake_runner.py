@@ -25,6 +25,7 @@ from headrace_engine.core.step_plan import SampleRow, ScheduledSequence, Schedul
 from headrace_engine.scheduler.beam_search import Beam, BeamSearch, Hypothesis
 from headrace_engine.scheduler.stop_checker import Stop, StopRule
 from headrace_engine.speculative.draft_proposer import Drafter
+from headrace_engine.speculative.head_proposer import DraftingHead
 
 from .fake_grammar import allowed_tokens, allows, refused_tokens
 
@@ -73,6 +74,7 @@ class FakeRunner:
         self.eos_token_ids = eos_token_ids
         self.pooler_config: PoolerConfig | None = None
         self.draft_model: Drafter | None = None
+        self.draft_head: DraftingHead | None = None
         self.adapters = frozenset(ADAPTERS)
         self.steps: list[SchedulerOutput] = []
         self.host_kv_cache = FakeHostKVCache(num_host_blocks) if num_host_blocks else None

@@ -87,6 +87,26 @@ def gated_delta(shape: DeltaShape, dtype: torch.dtype, size: int = 4, **options:
     return Scene(make, widths, (window, shape.state))
 
 
+def channel_delta(heads: int, width: int, dtype: torch.dtype) -> Scene:
+    """Kimi Delta Attention."""
+    shape = DeltaShape(heads, heads, width, width)
+    weights = DeltaWeights(
+        convolution=convolution(shape.channels, 4, dtype),
+        a_log=random(heads, seed=3),
+        dt_bias=random(heads, width, seed=4),
+        norm=random(width, seed=5, dtype=dtype),
+        eps=1e-6,
+        shape=shape,
+    )
+
+    def make(recurrences: Recurrences, device: torch.device) -> Part:
+        part = recurrences.gated_delta(placed(weights, device))
+        return lambda rows, memory: part(rows[0], rows[1], rows[2], rows[3], LAYER, memory)
+
+    widths = ((shape.channels,), (heads, width), (heads,), (heads * width,))
+    return Scene(make, widths, (conv_state(shape.channels, 4, dtype), shape.state))
+
+
 def state_space(
     shape: Mamba2Shape, dtype: torch.dtype, *, normed: bool = True, norm_first: bool = False
 ) -> Scene:
@@ -118,15 +138,16 @@ def selective_scan(channels: int, state_size: int, dtype: torch.dtype, size: int
     )
     mixing = random(channels, channels + 2 * state_size, seed=5) / channels**0.5
 
-    def select(values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        # One row after the other, so that a row's bits do not depend on the others.
-        factors = mixing.to(values.device)
-        selected = torch.stack([row.float() @ factors for row in values]).to(values.dtype)
-        widths = [channels, state_size, state_size]
-        steps, b, c = torch.split(selected, widths, dim=-1)
-        return steps, b, c
-
     def make(recurrences: Recurrences, device: torch.device) -> Part:
+        factors = mixing.to(device)
+
+        def select(values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+            # One row after the other, so that a row's bits do not depend on the others.
+            selected = torch.stack([row.float() @ factors for row in values]).to(values.dtype)
+            widths = [channels, state_size, state_size]
+            steps, b, c = torch.split(selected, widths, dim=-1)
+            return steps, b, c
+
         part = recurrences.selective_scan(placed(weights, device))
         return lambda rows, memory: part(rows[0], rows[1], select, LAYER, memory)
 
@@ -151,6 +172,7 @@ SCENES: dict[str, Callable[[torch.dtype], Scene]] = {
         DeltaShape(3, 3, 24, 100), dtype, size=3, bias=True
     ),
     "gated delta, large": lambda dtype: gated_delta(DeltaShape(1, 2, 128, 128), dtype, size=6),
+    "delta by channel": lambda dtype: channel_delta(3, 24, dtype),
     "state space": lambda dtype: state_space(Mamba2Shape(8, 12, 2, 16, 4), dtype),
     "state space, uneven": lambda dtype: state_space(
         Mamba2Shape(3, 25, 3, 21, 3), dtype, norm_first=True

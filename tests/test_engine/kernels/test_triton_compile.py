@@ -42,6 +42,22 @@ MORE = {
     "Ada, fp8": ({"small_batch_float8_kernel"}, {"round_rows_kernel"}),
 }
 
+# The kernels of recurrent layers, in every variant.
+RECURRENT = {
+    *("gated_delta_kernel", "delta_chunk_kernel", "delta_states_kernel", "delta_gate_kernel"),
+    *("state_space_kernel", "space_gate_kernel", "selective_scan_kernel"),
+    *("convolve_kernel", "window_kernel"),
+}
+RECURRENT_RUNS = {
+    "recurrent": (["--capability", "90"], RECURRENT),
+    "recurrent, overlapping": (
+        [OVERLAPPING, "--brief"],
+        RECURRENT
+        - {"delta_chunk_kernel", "delta_states_kernel", "delta_gate_kernel"}
+        - {"window_kernel"},
+    ),
+}
+
 Compiled = dict[str, list[dict[str, Any]]]
 # One process for all runs, as importing torch takes seconds.
 PROGRAM = """
@@ -64,6 +80,9 @@ def compiled(tmp_path_factory: pytest.TempPathFactory) -> Compiled:
         more = {"Hopper": ["--loops"], OVERLAPPING: [OVERLAPPING]}.get(name, [])
         wanted = ["--capability", str(capability), "--shape", shape]
         runs[name] = ["--json", "--brief", *wanted, *more]
+    for name, (arguments, _) in RECURRENT_RUNS.items():
+        shapes = ["--shape", "qwen3-next", "nemotron-h", "jamba"]
+        runs[name] = ["--json", *shapes, *arguments, "--only", *sorted(RECURRENT)]
     command = [sys.executable, "-c", PROGRAM, json.dumps(runs)]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
@@ -84,6 +103,18 @@ def test_every_kernel_compiles_and_fits(name: str, compiled: Compiled) -> None:
     for one in found:
         assert one["target"].startswith(f"sm_{RUNS[name][0]}")
         assert one["spilled"] == 0 and one["resident"] > 0
+
+
+@pytest.mark.parametrize("name", RECURRENT_RUNS)
+def test_kernels_of_recurrent_layers_compile_and_fit(name: str, compiled: Compiled) -> None:
+    """Chunks of prompts are multiplied on tensor cores."""
+    found, (_, kernels) = compiled[name], RECURRENT_RUNS[name]
+    assert {one["kernel"] for one in found} == kernels
+    assert all(one["dependent"] == ("overlapping" in name) for one in found)
+    assert not any(one["hazards"] or not one["resident"] for one in found)
+    multiplying = {one["kernel"] for one in found if one["products"]}
+    chunked = {"delta_chunk_kernel", "delta_states_kernel", "state_space_kernel"}
+    assert multiplying == (chunked if name == "recurrent" else set())
 
 
 @pytest.mark.parametrize("name", RUNS)

@@ -10,23 +10,35 @@ import torch
 
 from headrace_engine.engine.engine import Engine
 from headrace_engine.kernels.triton.dependent_launch import DependentLaunches
+from headrace_engine.kernels.triton.launch import RecurrentLaunch, RecurrentLaunches
 from headrace_engine.model_loader import loader
 from headrace_engine.operators.base import TorchOps
 from headrace_engine.operators.triton_recurrent import TritonRecurrences
 from headrace_testing.checkpoints import Reference
 from headrace_testing.engines import engine_config, greedy, make_runner, request, run
 
+CHUNK = RecurrentLaunch(16, 16, 1, 1)
+CHUNKS = RecurrentLaunches(CHUNK, CHUNK, least=(8, 8))
 COMPILED = torch.cuda.is_available()
 # In the interpreter the last prompt has some tokens less than in a compiled run.
 LENGTH, PROMPTS = 4, (5, 60 if COMPILED else 22)
-FAMILIES = ("qwen3-next", "qwen3_5", "mamba2", "falcon-h1-norm", "nemotron-h", "jamba", "lfm2")
+FAMILIES = (
+    "qwen3-next",
+    "qwen3_5",
+    "mamba2",
+    "falcon-h1-norm",
+    "nemotron-h",
+    "jamba",
+    "lfm2",
+    "kimi-linear",
+)
 
 
 class RecurrentOps(TorchOps):
     """Operators in torch beside recurrences through Triton."""
 
     def __init__(self) -> None:
-        self.recurrences = TritonRecurrences(DependentLaunches())
+        self.recurrences = TritonRecurrences(DependentLaunches(), CHUNKS)
 
 
 @pytest.mark.parametrize("name", FAMILIES)

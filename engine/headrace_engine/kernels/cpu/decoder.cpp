@@ -31,7 +31,9 @@ class Step {
   bool run(Memory& memory) {
     if (!allocate(memory)) return false;
     embed();
+    int64_t taps = 0;
     for (int64_t i = 0; i < decoder_.num_layers; ++i) {
+      if (taps < step_.num_taps && step_.taps[taps] == i) tap(taps++);
       const headrace_batch& batch = step_.layers ? *step_.layers[i] : step_.batch;
       if (!run_layer(decoder_.layers[i], step_.caches[i], batch, i + 1 == decoder_.num_layers)) return false;
     }
@@ -92,6 +94,13 @@ class Step {
       float* to = residual_ + r * residual_stride();
       for (int64_t i = 0; i < hidden_; i += kLanes)
         store(to + i, load(from + i) * decoder_.embedding_scale);
+    });
+  }
+
+  void tap(int64_t index) {
+    each_row(tokens_, hidden_, [&](int64_t r) {
+      std::memcpy(step_.tapped + (r * step_.num_taps + index) * hidden_, residual_ + r * residual_stride(),
+                  sizeof(float) * hidden_);
     });
   }
 

@@ -99,7 +99,8 @@ struct headrace_decoder {
 
 // `caches` has one pointer a layer. So has `layers` if layers have different block tables and
 // slots; otherwise it is null, and `batch` serves all. `logits` [num_logits, logits_stride] are
-// float32, of the tokens that logits_rows names; the stride covers the padded vocabulary.
+// float32, of the tokens that logits_rows names; the stride covers the padded vocabulary. `tapped`
+// [tokens, num_taps, hidden] gets the residuals that the layers `taps`, ascending, read.
 struct headrace_step {
   const int64_t* input_ids;
   const int64_t* positions;
@@ -110,6 +111,9 @@ struct headrace_step {
   int64_t logits_stride;
   headrace_batch batch;
   const headrace_batch* const* layers;
+  const int64_t* taps;
+  float* tapped;
+  int64_t num_taps;
 };
 
 struct headrace_executor;

@@ -138,6 +138,9 @@ class Step(ctypes.Structure):
         ("logits_stride", _INT),
         ("batch", Batch),
         ("layers", _POINTER),
+        ("taps", _POINTER),
+        ("tapped", _POINTER),
+        ("num_taps", _INT),
     ]
 
 

@@ -3,7 +3,8 @@
 Short runs are advanced token by token in one launch. Of longer runs, chunks of tokens are turned
 into products: with the decays' sums g and A[i, j] = beta_i (k_i k_j) exp(g_i - g_j) for j < i, the
 inverse of I + A gives what each token changes, apart from the state before the chunk. A head's
-state then passes from chunk to chunk.
+state then passes from chunk to chunk. Where each key channel decays by itself (Kimi Delta
+Attention), all runs are advanced token by token.
 """
 
 import triton.language as tl
@@ -15,11 +16,18 @@ from .states import clamped, matrix_places, silu, softplus
 
 @jit
 def gated_norm(
-    found: tl.tensor, gate: tl.tensor, norm: tl.tensor, eps: tl.tensor, WIDTH: tl.constexpr
+    found: tl.tensor,
+    gate: tl.tensor,
+    norm: tl.tensor,
+    eps: tl.tensor,
+    WIDTH: tl.constexpr,
+    SIGMOID: tl.constexpr,
 ) -> tl.tensor:
-    """The RMS norm of each row of `found` [T, WIDTH] with zeros after it, times silu(gate)."""
+    """The RMS norm of each row of `found` [T, WIDTH] with zeros after it, times silu(gate) or
+    sigmoid(gate)."""
     scale = tl.rsqrt(tl.sum(found * found, 1) / WIDTH + eps)
-    return found * scale[:, None] * norm[None, :] * silu(gate)
+    factor = tl.sigmoid(gate) if SIGMOID else silu(gate)
+    return found * scale[:, None] * norm[None, :] * factor
 
 
 @jit
@@ -36,6 +44,28 @@ def token_decay(
     """The logarithm of what a head keeps of its state."""
     raised = decay.to(tl.float32) + tl.load(dt_bias + head)
     return tl.load(rates + head) * softplus(raised)
+
+
+@jit
+def kept_share(
+    decay: tl.tensor,
+    rates: tl.tensor,
+    dt_bias: tl.tensor,
+    head: tl.tensor,
+    keys: tl.tensor,
+    KEY_DIM: tl.constexpr,
+    BY_CHANNEL: tl.constexpr,
+) -> tl.tensor:
+    """What a token keeps of a head's state: one number, or one of each key channel."""
+    if BY_CHANNEL:
+        at = head * KEY_DIM + keys
+        raised = tl.load(decay + at, mask=keys < KEY_DIM, other=0.0).to(tl.float32)
+        raised += tl.load(dt_bias + at, mask=keys < KEY_DIM, other=0.0)
+        found = tl.exp(tl.load(rates + head) * softplus(raised))[:, None]
+    else:
+        raised = tl.load(decay + head + tl.arange(0, 1))
+        found = tl.exp(token_decay(raised, rates, dt_bias, head))[:, None]
+    return found
 
 
 @jit_unspecialized("sources", "targets", "stride")
@@ -78,13 +108,17 @@ def gated_delta_kernel(
     TAPS: tl.constexpr,
     WINDOW_ELEMENTS: tl.constexpr,
     WINDOW_MORE: tl.constexpr,
+    BY_CHANNEL: tl.constexpr,
     FIRST: tl.constexpr,
     ELEMENTS: tl.constexpr,
     MORE: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ) -> None:
     """Program (sequence of `sequences`, key head): advances the states of the SHARED value heads of
-    a key head through a sequence's tokens. The programs of a sequence share no window."""
+    a key head through a sequence's tokens. The programs of a sequence share no window.
+
+    BY_CHANNEL: `decay` [T, Hv * K] has a decay of each key channel, and gates are sigmoids.
+    """
     await_earlier(DEPENDENT)
     sequence = tl.load(sequences + tl.program_id(0)).to(tl.int64)
     key_head = tl.program_id(1)
@@ -131,11 +165,10 @@ def gated_delta_kernel(
                 query = tl.sum(query * (head_scale(query) * KEY_DIM**-0.5)[:, None], 0)
                 key = tl.where(is_key, silu(key), 0.0)
                 key = tl.sum(key * head_scale(key)[:, None], 0)[:, None]
-                logarithm = token_decay(
-                    tl.load(decay + row * decay_stride + head), rates, dt_bias, head
+                state *= kept_share(
+                    decay + row * decay_stride, rates, dt_bias, head, keys, KEY_DIM, BY_CHANNEL
                 )
                 share = tl.sigmoid(tl.load(beta + row * beta_stride + head).to(tl.float32))
-                state *= tl.exp(logarithm)
                 known = tl.sum(state * key, 0)[None, :]
                 state += key * ((tl.where(is_value, silu(value), 0.0) - known) * share)
                 found = tl.sum(state * query[:, None], 0)[None, :]
@@ -144,7 +177,7 @@ def gated_delta_kernel(
                     mask=is_value,
                     other=0.0,
                 )
-                made = gated_norm(found, gates.to(tl.float32), weights, eps, VALUE_DIM)
+                made = gated_norm(found, gates.to(tl.float32), weights, eps, VALUE_DIM, BY_CHANNEL)
                 line = output + (row * KEY_HEADS * SHARED + head) * VALUE_DIM
                 tl.store(line + values[None, :], made, mask=is_value)
                 at += 1
@@ -398,5 +431,5 @@ def delta_gate_kernel(
         own = tl.load(found + line + channels[None, :], mask=mask, other=0.0).to(tl.float32)
         place = gate + tokens.to(tl.int64)[:, None] * gate_stride + channels[None, :]
         gates = tl.load(place, mask=mask, other=0.0).to(tl.float32)
-        made = gated_norm(own, gates, weights, eps, VALUE_DIM)
+        made = gated_norm(own, gates, weights, eps, VALUE_DIM, False)
         tl.store(output + line + channels[None, :], made, mask=mask)

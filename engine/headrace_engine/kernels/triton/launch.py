@@ -506,10 +506,19 @@ class RecurrentLaunch:
     stages: int
 
 
-# By whether elements have 4 bytes.
-RECURRENT = {False: RecurrentLaunch(64, 32, 4, 2), True: RecurrentLaunch(32, 32, 4, 1)}
+# Runs of fewer tokens are advanced token by token; so are all runs with elements of 4 bytes, for
+# which there are no tensor cores.
+LEAST_CHUNKED, TOKEN_BY_TOKEN = 16, 1 << 30
 
 
-def recurrent_launch(element_bytes: int) -> RecurrentLaunch:
-    """The launch of chunks of a recurrent layer, for elements of 2 or 4 bytes."""
-    return RECURRENT[element_bytes == 4]
+@dataclass(frozen=True, slots=True)
+class RecurrentLaunches:
+    """Launches of gated delta nets and of Mamba-2, whose states have more columns. `least` is the
+    number of tokens from which runs are advanced in chunks, by whether elements have 4 bytes."""
+
+    delta: RecurrentLaunch = RecurrentLaunch(64, 32, 4, 2)
+    space: RecurrentLaunch = RecurrentLaunch(32, 32, 8, 1)
+    least: tuple[int, int] = (LEAST_CHUNKED, TOKEN_BY_TOKEN)
+
+
+RECURRENT = RecurrentLaunches()

@@ -67,6 +67,10 @@ class Decoder:
         return self._layers[0].params
 
     @property
+    def embedding(self) -> torch.Tensor:
+        return self._embedding
+
+    @property
     def can_be_recorded(self) -> bool:
         """Whether a step never waits for the device."""
         return all(layer.mlp.can_be_recorded for layer in self._layers)
@@ -76,10 +80,24 @@ class Decoder:
         return lora_shapes(self._config)
 
     def forward(self, batch: ForwardBatch, caches: Sequence[LayerCache]) -> torch.Tensor:
-        lora, positions = batch.lora, self._positions.lookup(batch.positions)
-        residual, every = self._embed(batch.input_ids), samples_every_row(batch)
+        residual = self._embed(batch.input_ids)
         hidden = self._normed(residual, self._layers[0].input_norm)
+        hidden, _ = self._run(hidden, residual, batch, caches)
+        return self._finished(self._lm_head(hidden))
+
+    def _run(
+        self,
+        hidden: torch.Tensor,
+        residual: torch.Tensor,
+        batch: ForwardBatch,
+        caches: Sequence[LayerCache],
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Runs the layers on the first layer's input `hidden` and the residual stream. Returns the
+        rows that sample, after the last norm and before it."""
+        lora, positions = batch.lora, self._positions.lookup(batch.positions)
+        every = samples_every_row(batch)
         for index, (layer, cache) in enumerate(zip(self._layers, caches, strict=True)):
+            self._before_layer(index, residual)
             adapted = None if lora is None else lora.of_tokens(index)
             where = batch.metadata_of(index)
             attended = self._attend(layer, hidden, positions[index], cache, where, adapted)
@@ -97,13 +115,14 @@ class Decoder:
             output = self._normed(output, layer.mlp_output_norm)
             norm = self._norm if last else self._layers[index + 1].input_norm
             hidden, residual = self._add_normed(output, residual, norm)
-        return self._finished(self._lm_head(hidden))
+        return hidden, residual
+
+    def _before_layer(self, index: int, residual: torch.Tensor) -> None:
+        """Called with the residual stream that a layer reads, which the layer may overwrite."""
 
     def _finished(self, logits: torch.Tensor) -> torch.Tensor:
         """Divides and caps the head's logits as the model requires."""
-        divisor = self._config.logits_divisor
-        scaled = logits if divisor is None else logits / divisor
-        return soft_cap(scaled, self._config.logits_softcap)
+        return finish_logits(self._config, logits)
 
     def _embed(self, ids: torch.Tensor) -> torch.Tensor:
         embedded = self._lookup(ids)
@@ -194,6 +213,13 @@ def _latent_attention(
 def _rounded(scale: float | None, dtype: torch.dtype) -> float | None:
     """Rounds to the weights' dtype, as in training; on the host, because a step must not wait."""
     return None if scale is None else float(torch.tensor(scale, dtype=dtype))
+
+
+def finish_logits(config: ModelConfig, logits: torch.Tensor) -> torch.Tensor:
+    """Divides and caps a head's logits as the model requires."""
+    divisor = config.logits_divisor
+    scaled = logits if divisor is None else logits / divisor
+    return soft_cap(scaled, config.logits_softcap)
 
 
 def samples_every_row(batch: ForwardBatch) -> bool:

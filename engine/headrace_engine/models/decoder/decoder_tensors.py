@@ -113,5 +113,5 @@ def ignored_tensors(config: ModelConfig) -> tuple[str, ...]:
     decoder's own.
     """
     drafts = range(config.num_layers, config.num_layers + config.draft_layers)
-    ignored = tuple(f"model.layers.{index}." for index in drafts)
+    ignored = ("model.mtp_layers.", *(f"model.layers.{index}." for index in drafts))
     return ("lm_head.weight", *ignored) if config.tie_word_embeddings else ignored

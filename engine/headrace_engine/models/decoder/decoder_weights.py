@@ -104,6 +104,21 @@ def make_weights(
     )
 
 
+class LayerSource(Protocol):
+    """Makes single layers and norms."""
+
+    def layer(self, index: int) -> DecoderLayer: ...
+
+    def norm(self, name: str) -> torch.Tensor: ...
+
+
+def make_layer_reader(
+    config: ModelConfig, reader: TensorSource, linears: LinearSource, ops: Ops
+) -> LayerSource:
+    """Makes the layers of a decoder one by one."""
+    return _LayerReader(config, reader, linears, ops)
+
+
 class _LayerReader:
     """Makes layers from a checkpoint's tensors."""
 

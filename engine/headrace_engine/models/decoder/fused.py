@@ -33,7 +33,8 @@ class FusedDecoder:
     mapped files. Each step overwrites the logits of the one before.
 
     The kernels do not support adapters: a step with adapters is computed layer by layer, from the
-    same packed weights.
+    same packed weights. With `taps`, ascending, the residual stream that these layers read follows
+    the logits in each row; then a step needs the rows of all tokens.
     """
 
     def __init__(
@@ -44,6 +45,7 @@ class FusedDecoder:
         ops: NativeOps,
         attention: AttentionBackend,
         quantize: bool = False,
+        taps: tuple[int, ...] = (),
     ) -> None:
         reader.check(expected_tensors(config), ignored=ignored_tensors(config))
         self._config, self._ops, self._attention = config, ops, attention
@@ -54,6 +56,8 @@ class FusedDecoder:
         self._decoder = self._weights.describe()
         self._caches: tuple[Sequence[LayerCache], ctypes.Array[ctypes.c_void_p]] | None = None
         self._logits = torch.empty(0, ops.executor.padded(config.vocab_size))
+        self._taps = (ctypes.c_int64 * len(taps))(*taps)
+        self._tapped = torch.empty(0, len(taps), config.hidden_size)
 
     @property
     def lora_shapes(self) -> tuple[LayerShapes, ...]:
@@ -81,8 +85,20 @@ class FusedDecoder:
             batch=describe(batch.metadata),
             layers=layers.address,
         )
+        tapped = self._tap(step, len(batch.input_ids))
         self._ops.executor.forward(self._decoder, step)
-        return logits[:, : self._config.vocab_size]
+        logits = logits[:, : self._config.vocab_size]
+        return logits if tapped is None else torch.cat((logits, tapped.flatten(1)), dim=-1)
+
+    def _tap(self, step: structs.Step, tokens: int) -> torch.Tensor | None:
+        """The memory [T, taps, H] for a step's residuals; None without taps."""
+        if not len(self._taps):
+            return None
+        if len(self._tapped) < tokens:
+            self._tapped = torch.empty(tokens, *self._tapped.shape[1:])
+        step.taps, step.num_taps = ctypes.addressof(self._taps), len(self._taps)
+        step.tapped = self._tapped.data_ptr()
+        return self._tapped[:tokens]
 
     def _logits_for(self, rows: int) -> torch.Tensor:
         if len(self._logits) < rows:

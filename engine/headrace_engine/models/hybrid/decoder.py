@@ -59,6 +59,13 @@ class HybridDecoder:
         self._layout: StateLayout | None = None
 
     def forward(self, batch: ForwardBatch, caches: Sequence[LayerCache]) -> torch.Tensor:
+        return self.to_logits(self.states(batch, caches))
+
+    def to_logits(self, normed: torch.Tensor) -> torch.Tensor:
+        return self._weights.lm_head(normed) / self._weights.logits_divisor
+
+    def states(self, batch: ForwardBatch, caches: Sequence[LayerCache]) -> torch.Tensor:
+        """The hidden states of the rows that sample, after the last norm."""
         weights, step = self._weights, self._step(batch, caches)
         x = F.embedding(batch.input_ids, weights.embedding) * weights.embedding_scale
         dtype = x.dtype
@@ -68,8 +75,7 @@ class HybridDecoder:
             added = part.layer(self._ops.rms_norm(x.to(dtype), part.norm, weights.eps), step)
             x = x + added * part.multiplier
         rows = x.index_select(0, batch.logits_rows).to(dtype)
-        logits = weights.lm_head(self._ops.rms_norm(rows, weights.norm, weights.eps))
-        return logits / weights.logits_divisor
+        return self._ops.rms_norm(rows, weights.norm, weights.eps)
 
     def _step(self, batch: ForwardBatch, caches: Sequence[LayerCache]) -> HybridStep:
         assert batch.states is not None, "the batch has no states"
@@ -77,3 +83,14 @@ class HybridDecoder:
             self._layout = state_layout(self, sum(part[0].nbytes for part in caches[0]))
         memory = StateMemory(self._layout, caches, batch.states)
         return HybridStep(batch, caches, memory, *self._rotary.lookup(batch.positions))
+
+
+class HybridStates:
+    """A hybrid decoder that returns hidden states in place of logits."""
+
+    def __init__(self, decoder: HybridDecoder) -> None:
+        self._decoder = decoder
+        self.vocab_size, self.kv_shapes = decoder.vocab_size, decoder.kv_shapes
+
+    def forward(self, batch: ForwardBatch, caches: Sequence[LayerCache]) -> torch.Tensor:
+        return self._decoder.states(batch, caches)

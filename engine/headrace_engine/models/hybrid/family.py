@@ -22,6 +22,7 @@ from ..context import pick_context
 from ..rotary.rotary import RotaryTable
 from .decoder import HybridWeights, ResidualPart
 from .layers import AttentionLayer
+from .mtp import MTPWeights
 from .tensors import ExpectedTensors, Tensors
 
 HEAD = "lm_head.weight"
@@ -54,6 +55,8 @@ class Family(ABC):
     architecture: ClassVar[Architecture]
     # What the names of the decoder's tensors may begin with.
     prefixes: ClassVar[tuple[str, ...]] = (TEXT_PART, "model.")
+    # Whether checkpoints may have a layer that predicts further tokens.
+    has_head: ClassVar[bool] = False
     heads: int
     kv_heads: int
     head_dim: int
@@ -111,6 +114,11 @@ class Family(ABC):
     @abstractmethod
     def build(self, tensors: Tensors, parts: Parts) -> HybridWeights:
         """Asks `tensors` for all tensors of the checkpoint, and makes the decoder's weights."""
+
+    def build_head(self, tensors: Tensors, parts: Parts, decoder: HybridWeights) -> MTPWeights:
+        """Asks `tensors` for those of the layer that predicts further tokens, and makes its
+        weights. Called only if the family `has_head`."""
+        raise NotImplementedError(type(self).__name__)
 
     def shape(self, dtype: torch.dtype) -> HybridWeights:
         """The decoder with weights that take no memory: for the shapes of its KV and states."""

@@ -1,15 +1,19 @@
 """Loads a hybrid decoder from a checkpoint."""
 
+from collections.abc import Collection
+
 from ...checkpoints.checkpoint import Checkpoint
 from ...checkpoints.fields import Fields
 from ...checkpoints.loading import LoadProgress
 from ...checkpoints.tensor_files import scan
 from ...core.errors import ConfigError
+from ..draft_heads.base import HeadOptions
+from ..draft_heads.target import RecurrentHeadTarget
 from ..layout import plain_layout
 from ..registry import LoadedModel, LoadOptions
 from ..weights.weights import WeightReader
 from .bamba import Bamba
-from .decoder import HybridDecoder
+from .decoder import HybridDecoder, HybridStates, HybridWeights
 from .falcon_h1 import FalconH1
 from .family import HEAD, Family, Parts
 from .granite_hybrid import GraniteHybrid
@@ -17,6 +21,7 @@ from .jamba import Jamba
 from .kimi_linear import KimiLinear
 from .lfm2 import Lfm2, Lfm2Moe
 from .mamba2_decoder import Mamba2
+from .mtp import HybridMTPHead
 from .nemotron_h import NemotronH
 from .qwen3_5 import Qwen35, Qwen35Moe
 from .qwen3_next import Qwen3Next
@@ -40,6 +45,7 @@ FAMILIES: dict[str, type[Family]] = {
 }
 # Tensors of other parts, which are not read: heads that predict several tokens, and images.
 IGNORED = ("mtp.", "model.visual.")
+HEAD_PROJECTION = "mtp.fc.weight"
 
 
 def load(checkpoint: Checkpoint, options: LoadOptions) -> LoadedModel:
@@ -52,7 +58,10 @@ def load(checkpoint: Checkpoint, options: LoadOptions) -> LoadedModel:
     stored = scan(checkpoint.folder)
     family.look_at(stored)
     expected = ExpectedTensors(options.dtype, stored)
-    family.build(expected, parts)
+    shapes = family.build(expected, parts)
+    if options.draft_head is not None:
+        _check_head(checkpoint, options.draft_head, family, stored)
+        family.build_head(expected, parts, shapes)
     ignored = [name for name in stored if name.startswith(IGNORED)]
     if family.tied:
         ignored.append(HEAD)
@@ -60,11 +69,47 @@ def load(checkpoint: Checkpoint, options: LoadOptions) -> LoadedModel:
         where = (checkpoint.folder, options.dtype, options.device)
         reader = WeightReader(*where, plain_layout, progress)
         reader.check(expected.shapes, ignored)
-        weights = family.build(StoredTensors(reader, options.ops), parts)
-    model = HybridDecoder(weights, options.ops, family.rotary(length, options.device))
+        tensors = StoredTensors(reader, options.ops)
+        weights = family.build(tensors, parts)
+        rotary = family.rotary(length, options.device)
+        model = HybridDecoder(weights, options.ops, rotary)
+        if options.draft_head is not None:
+            head = HybridMTPHead(family.build_head(tensors, parts, weights), options.ops, rotary)
+            target = _target(model, weights, family, options)
+            return LoadedModel(target, length, (None,) * len(model.kv_shapes), draft_head=head)
     # Of layers without KV no position is read.
     window = 1 if weights.without_kv else None
     return LoadedModel(model, length, (window,) * len(model.kv_shapes))
+
+
+def _target(
+    model: HybridDecoder, weights: HybridWeights, family: Family, options: LoadOptions
+) -> RecurrentHeadTarget:
+    return RecurrentHeadTarget(
+        HybridStates(model),
+        model.to_logits,
+        model.vocab_size,
+        family.hidden,
+        options.dtype,
+        state_tensors=weights.state_tensors,
+        num_state_layers=weights.num_state_layers,
+    )
+
+
+def _check_head(
+    checkpoint: Checkpoint, head: HeadOptions, family: Family, stored: Collection[str]
+) -> None:
+    """Raises ConfigError if the checkpoint has no head of this kind."""
+    if head.method != "mtp" or not family.has_head:
+        raise ConfigError(
+            f"speculative_config.method {head.method} does not support "
+            f"{checkpoint.architecture}: use method ngram"
+        )
+    if HEAD_PROJECTION not in stored:
+        raise ConfigError(
+            f"speculative_config.method is mtp, but {checkpoint.folder} has no tensor "
+            f"{HEAD_PROJECTION}: the layer was left out when the checkpoint was made"
+        )
 
 
 def read_family(checkpoint: Checkpoint) -> Family:

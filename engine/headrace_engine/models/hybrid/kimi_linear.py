@@ -2,10 +2,8 @@
 
 from collections.abc import Collection
 from dataclasses import dataclass
-from functools import partial
 
 import torch
-from torch.nn import functional as F
 
 from ...checkpoints.architectures import Architecture
 from ...checkpoints.config import ExpertsConfig, LatentConfig
@@ -14,7 +12,14 @@ from ...checkpoints.rope import RopeConfig
 from ...core.attention_backend import LayerParams, latent_backend
 from ...layers.feed_forward import GatedMLP, SharedExpert, SparseMoe
 from ...layers.layers import Linear
-from ...operators.recurrent import Convolution, DeltaShape, advance_delta, conv_state, scan
+from ...operators.recurrent import (
+    Convolution,
+    DeltaShape,
+    DeltaWeights,
+    GatedDelta,
+    conv_state,
+    recurrences_of,
+)
 from ..base import KVShape
 from ..decoder.latent import LatentAttention, LatentWeights
 from ..decoder.positions import LayerPositions
@@ -127,7 +132,7 @@ class KimiLinear(Family):
             prefix = f"{self.prefix}layers.{index}."
             norm = tensors.tensor(f"{prefix}input_layernorm.weight", self.hidden)
             if kind == "linear_attention":
-                layer = self._delta_attention(tensors, f"{prefix}self_attn.", states)
+                layer = self._delta_attention(tensors, parts, f"{prefix}self_attn.", states)
                 states += 1
             else:
                 layer = self._attention(tensors, parts, f"{prefix}self_attn.", attentions)
@@ -140,7 +145,9 @@ class KimiLinear(Family):
         state = (conv_state(self.delta.channels, self.window, parts.dtype), self.delta.state)
         return self.decoder(tensors, blocks, norm, attentions, states, state)
 
-    def _delta_attention(self, tensors: Tensors, prefix: str, index: int) -> "KimiDeltaLayer":
+    def _delta_attention(
+        self, tensors: Tensors, parts: Parts, prefix: str, index: int
+    ) -> "KimiDeltaLayer":
         shape, hidden, window = self.delta, self.hidden, self.window
         heads, width = shape.value_heads, shape.value_width
         qkv = tensors.linear({f"{prefix}{name}_proj": width for name in "qkv"}, hidden)
@@ -155,17 +162,21 @@ class KimiLinear(Family):
             )
             for name in ("f", "g")
         )
+        delta = DeltaWeights(
+            convolution=Convolution(torch.cat(weights), None),
+            a_log=a_log.view(heads),
+            dt_bias=dt_bias.view(heads, shape.value_dim),
+            norm=tensors.tensor(f"{prefix}o_norm.weight", shape.value_dim),
+            eps=self.eps,
+            shape=shape,
+        )
         return KimiDeltaLayer(
             index=index,
             qkv=qkv,
-            convolution=Convolution(torch.cat(weights), None),
-            a_log=a_log.view(heads, 1),
-            dt_bias=dt_bias.view(heads, shape.value_dim),
             decay=decay,
             gate=gate,
             beta=tensors.linear({f"{prefix}b_proj": heads}, hidden),
-            norm=tensors.tensor(f"{prefix}o_norm.weight", shape.value_dim),
-            eps=self.eps,
+            delta=recurrences_of(parts.ops).gated_delta(delta),
             output=tensors.linear({f"{prefix}o_proj": hidden}, width),
             shape=shape,
         )
@@ -230,33 +241,21 @@ class LowRank:
 @dataclass(frozen=True, slots=True)
 class KimiDeltaLayer:
     """Kimi Delta Attention (https://arxiv.org/abs/2510.26692): a gated delta net in which each
-    channel of a key decays by itself.
-
-    `a_log` [H, 1] and `dt_bias` [H, K] are float32; `norm` [V].
-    """
+    channel of a key decays by itself."""
 
     index: int
     qkv: Linear
-    convolution: Convolution
-    a_log: torch.Tensor
-    dt_bias: torch.Tensor
     decay: Linear
     gate: Linear
     beta: Linear
-    norm: torch.Tensor
-    eps: float
+    delta: GatedDelta
     output: Linear
     shape: DeltaShape
 
     def __call__(self, x: torch.Tensor, step: HybridStep) -> torch.Tensor:
-        raised = self.decay(x).float().view(len(x), *self.dt_bias.shape) + self.dt_bias
-        decays = -self.a_log.exp() * F.softplus(raised)
-        inputs = (self.qkv(x), decays, self.beta(x).sigmoid().float())
-        advance = partial(advance_delta, self.shape, self.convolution)
-        outputs = scan(self.index, step.memory, inputs, advance).to(x.dtype).float()
-        normed = outputs * torch.rsqrt(outputs.pow(2).mean(-1, keepdim=True) + self.eps)
-        gates = torch.sigmoid(self.gate(x).float()).view(normed.shape)
-        return self.output((self.norm.float() * normed * gates).to(x.dtype).flatten(1))
+        gate = self.gate(x).view(len(x), self.shape.value_heads, self.shape.value_dim)
+        rows = (self.qkv(x), gate, self.beta(x), self.decay(x))
+        return self.output(self.delta(*rows, self.index, step.memory))
 
 
 @dataclass(frozen=True, slots=True)

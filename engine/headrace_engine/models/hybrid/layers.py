@@ -21,13 +21,19 @@ from ..base import ForwardBatch
 
 @dataclass(frozen=True, slots=True)
 class HybridStep:
-    """One step, with cos and sin [T, rotated / 2] of its tokens."""
+    """One step, with cos and sin [T, rotated / 2] of its tokens. `states` None: none of its layers
+    has one."""
 
     batch: ForwardBatch
     caches: Sequence[LayerCache]
-    memory: StateMemory
+    states: StateMemory | None
     cos: torch.Tensor
     sin: torch.Tensor
+
+    @property
+    def memory(self) -> StateMemory:
+        assert self.states is not None, "a layer with a state in a step without states"
+        return self.states
 
 
 class HybridLayer(Protocol):

@@ -25,13 +25,18 @@ from .layers import (
     FeedForwardLayer,
     GatedDeltaLayer,
 )
+from .mtp import MTPWeights
 from .tensors import Tensors
+
+# The prefix of the tensors of the layer that predicts further tokens.
+MTP = "mtp."
 
 
 class Qwen3Next(Family):
     """The shape of one checkpoint. Raises ConfigError for fields that are not supported."""
 
     architecture = Architecture(rms_norm_eps=1e-6, partial_rotary=0.25)
+    has_head = True
 
     def __init__(self, fields: Fields) -> None:
         super().__init__(fields)
@@ -104,6 +109,28 @@ class Qwen3Next(Family):
     def norm(self, tensors: Tensors, name: str, width: int) -> torch.Tensor:
         """A norm's weights; 1 is added to the stored ones, in float32."""
         return tensors.tensor(f"{name}.weight", width).float() + 1.0
+
+    def build_head(self, tensors: Tensors, parts: Parts, decoder: HybridWeights) -> MTPWeights:
+        prefix, hidden = f"{MTP}layers.0.", self.hidden
+        make = self._mlp if self.experts is None else self._mixture
+        return MTPWeights(
+            embedding=decoder.embedding,
+            embedding_norm=self.norm(tensors, f"{MTP}pre_fc_norm_embedding", hidden),
+            hidden_norm=self.norm(tensors, f"{MTP}pre_fc_norm_hidden", hidden),
+            projection=tensors.linear({f"{MTP}fc": hidden}, 2 * hidden),
+            attention=ResidualPart(
+                self.norm(tensors, f"{prefix}input_layernorm", hidden),
+                self._attention(tensors, parts, prefix, 0),
+            ),
+            feed_forward=ResidualPart(
+                self.norm(tensors, f"{prefix}post_attention_layernorm", hidden),
+                FeedForwardLayer(make(tensors, parts, prefix)),
+            ),
+            norm=self.norm(tensors, f"{MTP}norm", hidden),
+            lm_head=decoder.lm_head,
+            eps=self.eps,
+            kv_shape=self.kv_shape,
+        )
 
     def projections(self, tensors: Tensors, prefix: str) -> DeltaProjections:
         """The products before a gated delta net."""

@@ -1,0 +1,67 @@
+"""Multi-token prediction of Qwen3-Next and Qwen 3.5: a layer with attention, without a state."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch.nn import functional as F
+
+from ...core.attention_backend import LayerCache
+from ...layers.layers import Linear
+from ...operators.base import Float32NormOps, Ops
+from ..base import ForwardBatch, KVShape
+from ..draft_heads.base import HeadStates
+from ..rotary.rotary import RotaryTable
+from .decoder import ResidualPart
+from .layers import HybridStep
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MTPWeights:
+    """A layer that predicts a further token. `attention` is followed by `feed_forward`; `embedding`
+    and `lm_head` are the decoder's."""
+
+    embedding: torch.Tensor
+    embedding_norm: torch.Tensor
+    hidden_norm: torch.Tensor
+    projection: Linear
+    attention: ResidualPart
+    feed_forward: ResidualPart
+    norm: torch.Tensor
+    lm_head: Linear
+    eps: float
+    kv_shape: KVShape
+
+
+class HybridMTPHead:
+    """Computes the layer. A further draft reads the result of its last norm."""
+
+    def __init__(self, weights: MTPWeights, ops: Ops, rotary: RotaryTable) -> None:
+        self._weights, self._rotary = weights, rotary
+        narrower = weights.norm.dtype is not weights.embedding.dtype
+        self._ops: Ops = Float32NormOps(ops) if narrower else ops
+        self.kv_shapes = (weights.kv_shape,)
+
+    def combine(self, states: torch.Tensor) -> torch.Tensor:
+        return states
+
+    def forward(
+        self, batch: ForwardBatch, hidden: torch.Tensor, caches: Sequence[LayerCache]
+    ) -> HeadStates:
+        weights = self._weights
+        token = F.embedding(batch.input_ids, weights.embedding)
+        token = self._normed(token, weights.embedding_norm)
+        state = self._normed(hidden, weights.hidden_norm)
+        step = HybridStep(batch, caches, None, *self._rotary.lookup(batch.positions))
+        x = weights.projection(torch.cat((token, state), dim=-1))
+        x = x + weights.attention.layer(self._normed(x, weights.attention.norm), step)
+        x = x.index_select(0, batch.logits_rows)
+        x = x + weights.feed_forward.layer(self._normed(x, weights.feed_forward.norm), step)
+        normed = self._normed(x, weights.norm)
+        return HeadStates(normed, normed)
+
+    def logits(self, normed: torch.Tensor) -> torch.Tensor:
+        return self._weights.lm_head(normed)
+
+    def _normed(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        return self._ops.rms_norm(x, weight, self._weights.eps)
