@@ -86,7 +86,12 @@ def test_the_effort_decides_how_long_it_thinks(client: OpenAI) -> None:
 
 
 def test_a_schema_is_filled_after_thoughts(client: OpenAI) -> None:
-    schema: Any = {"type": "object", "properties": {"answer": {"type": "integer"}}}
+    schema: Any = {
+        "type": "object",
+        "properties": {"answer": {"type": "integer"}},
+        "required": ["answer"],
+        "additionalProperties": False,
+    }
     form: Any = {"type": "json_schema", "json_schema": {"name": "sum", "schema": schema}}
     answer = client.chat.completions.create(
         model=MODEL,
@@ -99,4 +104,18 @@ def test_a_schema_is_filled_after_thoughts(client: OpenAI) -> None:
 
     assert answer.choices[0].finish_reason == "stop"
     assert answer.choices[0].message.model_dump()["reasoning_content"]
-    assert isinstance(json.loads(answer.choices[0].message.content or ""), dict)
+    assert json.loads(answer.choices[0].message.content or "") == {"answer": 15}
+
+
+def test_without_an_effort_no_thoughts_precede_what_a_schema_forces(client: OpenAI) -> None:
+    schema: Any = {"enum": ["yes", "no"]}
+    form: Any = {"type": "json_schema", "json_schema": {"name": "choice", "schema": schema}}
+    answer = client.chat.completions.create(
+        model=MODEL,
+        messages=[{"role": "user", "content": "Is a dog an animal?"}],
+        response_format=form,
+        temperature=0,
+    )
+
+    assert answer.choices[0].message.model_dump().get("reasoning_content") is None
+    assert json.loads(answer.choices[0].message.content or "") in ("yes", "no")

@@ -56,10 +56,10 @@ def test_the_sdk_example(served: UpProcess) -> None:
 
 
 def test_tools_reasoning_and_json_of_the_demo_model(served: UpProcess) -> None:
-    printed = run("bash", "-c", here(block("sh", "reasoning_effort"), served))
-    called, thought, filled = (
-        json.loads(line)["choices"][0]["message"] for line in printed.splitlines()
-    )
+    begun = block("python", "import OpenAI").partition("stream = ")[0]
+    program = f"{begun}{block('python', 'reasoning_effort')}"
+    printed = run(sys.executable, "-c", here(program, served))
+    called, thought, filled = map(json.loads, printed.splitlines())
 
     (call,) = called["tool_calls"]
     assert call["function"]["name"] == "calculate"

@@ -33,7 +33,7 @@ LEAST = {
     "results": 20,
     "thoughts": 20,
     "json": 20,
-    "values": 15,
+    "values": 12,
     "passages": 20,
     "copies": 15,
 }
