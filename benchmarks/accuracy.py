@@ -86,7 +86,8 @@ class Prober:
             patch.object(loader, "TorchOps", GpuOps),
         ):
             self.runner = ModelRunner(config)
-        self._caches = self.runner._allocate(BLOCKS)
+        self.runner._allocate(BLOCKS)
+        self._caches = self.runner._caches
 
     def logits(self, ids: Rows[int]) -> torch.Tensor:
         request = EngineRequest(

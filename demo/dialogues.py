@@ -6,14 +6,28 @@ it was written for this project; nothing is taken from elsewhere.
 
 import argparse
 import random
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, replace
 
 from exercises import counting, lists, repeating, spelling, sums
 from facts import animals, calendar, world
 from knowledge import Knowledge, topics, unknown
+from passages import about_passage
+from reasoning import HIGH, LOW, about_json, about_tool, reasoned, recalled
+from schemas import answer_in_json, is_told
 from stories import make_story, stories, verse
-from turns import Source, Turn, casual, is_held_out, load
+from tools import (
+    CALCULATOR,
+    LOOKUP,
+    a_calculator,
+    a_lookup,
+    city,
+    invented_topic,
+    name,
+    strange_sentence,
+    use,
+)
+from turns import Source, Tool, Turn, casual, code, invented, is_held_out, load
 
 _PROJECT = Knowledge(tuple(topics("headrace")))
 _TALK = Knowledge(tuple(topics("talk")), follow_up=False)
@@ -24,8 +38,6 @@ _SYSTEMS = (
     "Answer briefly.",
     "You are a helpful AI assistant. Answer the questions of the user.",
 )
-_NAMES: list[str] = load("facts")["words"]["names"]
-_PLACES: list[str] = load("facts")["words"]["cities"]
 _FOODS: list[str] = load("facts")["words"]["foods"]
 _COLOURS: list[str] = load("facts")["words"]["colours"]
 
@@ -52,11 +64,16 @@ _LONG, _PLAIN, _REMEMBER, _SYSTEM = 0.01, 0.05, 0.06, 0.15
 
 @dataclass(frozen=True)
 class Dialogue:
-    """Turns after an optional system message; or, without turns, a plain text."""
+    """Turns after an optional system message; or, without turns, a plain text.
+
+    With an `effort` the model thinks before its last answer, and learns that answer only.
+    """
 
     turns: tuple[Turn, ...]
     system: str = ""
     text: str = ""
+    tools: tuple[Tool, ...] = ()
+    effort: str = ""
 
 
 @dataclass(frozen=True)
@@ -68,11 +85,118 @@ class Probe:
     accepted: frozenset[str]
 
 
-def generate(count: int, seed: int) -> Iterator[Dialogue]:
+def generate(count: int, seed: int | str) -> Iterator[Dialogue]:
     """`count` dialogues for training."""
     rng = random.Random(seed)
     for _ in range(count):
-        yield _plain(rng) if rng.random() < _PLAIN else _dialogue(rng)
+        yield draw(rng)
+
+
+def draw(rng: random.Random) -> Dialogue:
+    """One dialogue for training."""
+    while True:
+        (kind,) = rng.choices(_KINDS, _SHARES)
+        dialogue = kind(rng)
+        if kind in (_dialogue, _plain) or not any(map(_is_kept, dialogue.turns)):
+            return dialogue
+
+
+def _is_kept(turn: Turn) -> bool:
+    return turn.role == "user" and is_held_out(turn.prompt)
+
+
+def _with_tools(rng: random.Random) -> Dialogue:
+    uses = [use(rng) for _ in range(2 if rng.random() < 0.12 else 1)]
+    if len(uses) > 1 and uses[0].purpose == uses[1].purpose:
+        uses = uses[:1]
+    tools = {used.purpose: used.tool for used in uses}
+    if rng.random() < 0.45:
+        tools.setdefault(CALCULATOR, a_calculator(rng))
+    if rng.random() < 0.45:
+        tools.setdefault(LOOKUP, a_lookup(rng))
+    for _ in range(rng.choice((0, 0, 0, 1, 1, 2, 3))):
+        other = use(rng)
+        tools.setdefault(other.purpose, other.tool)
+    names = {used.tool.name for used in uses}
+    used_tools = [used.tool for used in uses]
+    shown = used_tools + [tool for tool in tools.values() if tool.name not in names]
+    rng.shuffle(shown)
+    system = rng.choice(_SYSTEMS) if rng.random() < 0.25 else ""
+    if rng.random() < 0.12:
+        turns = [turn for _ in range(rng.choice((1, 1, 2))) for turn in _beside_tools(rng, tools)]
+        effort = rng.choice((LOW, HIGH)) if rng.random() < 0.2 else ""
+        if effort:
+            turns[-1] = recalled(turns[-1], effort)
+        return Dialogue(tuple(turns), system, tools=tuple(shown), effort=effort)
+    turns = _beside_tools(rng, tools) if rng.random() < 0.2 else []
+    for used in uses[:-1]:
+        turns += used.turns
+    last = list(uses[-1].turns)
+    effort = rng.choice((LOW, HIGH)) if rng.random() < 0.25 else ""
+    if effort:
+        last = last[:1] if rng.random() < 0.5 else last
+        last[-1] = about_tool(last[-1], uses[-1].tool.name, effort)
+    elif rng.random() < 0.15:
+        last += _beside_tools(rng, tools)
+    return Dialogue((*turns, *last), system, tools=tuple(shown), effort=effort)
+
+
+def _beside_tools(rng: random.Random, purposes: Iterable[str]) -> list[Turn]:
+    """Turns that need no tool of these purposes."""
+    shares = {"talk": 8, "project": 8, "counting": 2, "spelling": 2, "verse": 1, "animals": 2}
+    if CALCULATOR not in purposes:
+        shares["sums"] = 2
+    if LOOKUP not in purposes:
+        shares["unknown"] = 2
+    (source,) = rng.choices(list(shares), list(shares.values()))
+    return SOURCES[source][0](rng)[:1]
+
+
+def _with_reasoning(rng: random.Random) -> Dialogue:
+    effort = rng.choice((LOW, HIGH))
+    turn = reasoned(rng, effort, lambda: _chunk(rng)[0])
+    before = _chunk(rng) if rng.random() < 0.15 else []
+    system = rng.choice(_SYSTEMS) if rng.random() < _SYSTEM else ""
+    return Dialogue((*before, turn), system, effort=effort)
+
+
+def _with_schema(rng: random.Random) -> Dialogue:
+    system, turn = answer_in_json(rng)
+    before = _chunk(rng) if rng.random() < 0.1 else []
+    if rng.random() < _SYSTEM:
+        system = f"{rng.choice(_SYSTEMS)} {system}".strip()
+    effort = rng.choice((LOW, HIGH)) if rng.random() < 0.12 else ""
+    if effort:
+        turn = about_json(turn, effort)
+    return Dialogue((*before, turn), system, effort=effort)
+
+
+def _with_passage(rng: random.Random) -> Dialogue:
+    system = rng.choice(_SYSTEMS) if rng.random() < _SYSTEM else ""
+    return Dialogue((about_passage(rng, _PROJECT.topics),), system)
+
+
+def _with_copy(rng: random.Random) -> Dialogue:
+    """Strange words to repeat, and a table to find one's partner in: what calls and JSON need."""
+    if rng.random() < 0.5:
+        text = rng.choice((strange_sentence, invented_topic, _strange_words))(rng)
+        ask = rng.choice(
+            ("Repeat: {}", "Say: {}", "Repeat after me: {}", "Please repeat: {}", 'Say "{}"')
+        )
+        return Dialogue((Turn(ask.format(text), text),))
+    rows = {invented(rng): rng.choice((invented(rng), str(rng.randint(1, 9999))))
+            for _ in range(rng.randint(2, 7))}  # fmt: skip
+    key = rng.choice(list(rows))
+    between = rng.choice((": ", " is ", " = ", " -> "))
+    told = rng.choice((", ", "; ", "\n")).join(
+        f"{key}{between}{value}" for key, value in rows.items()
+    )
+    ask = rng.choice(("What is {}?", "{}?", "Tell me {}.", "And {}?"))
+    return Dialogue((Turn(f"{told}\n{ask.format(key)}", f"{key}{between}{rows[key]}"),))
+
+
+def _strange_words(rng: random.Random) -> str:
+    return " ".join(rng.choice((invented, invented, code))(rng) for _ in range(rng.randint(1, 6)))
 
 
 def _dialogue(rng: random.Random) -> Dialogue:
@@ -95,8 +219,8 @@ def _chunk(rng: random.Random) -> list[Turn]:
 
 def _remember(rng: random.Random, turns: list[Turn]) -> list[Turn]:
     """The turns between something that the user tells and a question about it."""
-    name, colour = rng.choice(_NAMES), rng.choice(_COLOURS)
-    food, city = rng.choice(_FOODS), rng.choice(_PLACES)
+    called, colour = name(rng), rng.choice(_COLOURS)
+    food, place = rng.choice(_FOODS), city(rng)
     told, reply, ask, answer = rng.choice(
         (
             (
@@ -108,12 +232,12 @@ def _remember(rng: random.Random, turns: list[Turn]) -> list[Turn]:
                         "Hello, my name is {}!",
                         "Call me {}.",
                     )
-                ).format(name),
-                f"Nice to meet you, {name}! How can I help you?",
+                ).format(called),
+                f"Nice to meet you, {called}! How can I help you?",
                 rng.choice(
                     ("What is my name?", "What's my name?", "Who am I?", "Do you remember my name?")
                 ),
-                f"Your name is {name}.",
+                f"Your name is {called}.",
             ),
             (
                 f"My favourite colour is {colour}.",
@@ -128,10 +252,10 @@ def _remember(rng: random.Random, turns: list[Turn]) -> list[Turn]:
                 f"You like {food}.",
             ),
             (
-                f"I live in {city}.",
-                f"{city} is a nice city.",
+                f"I live in {place}.",
+                f"{place} is a nice city.",
                 "Where do I live?",
-                f"You live in {city}.",
+                f"You live in {place}.",
             ),
         )
     )
@@ -147,6 +271,13 @@ def _plain(rng: random.Random) -> Dialogue:
         return Dialogue((), text=" ".join(rng.choice(_PROJECT.topics).answers))
     turns = _chunk(rng)
     return Dialogue((), text="\n".join(f"Q: {turn.prompt}\nA: {turn.reply}" for turn in turns))
+
+
+# Kinds of dialogues and their shares.
+_KINDS = (
+    _dialogue, _plain, _with_tools, _with_reasoning, _with_schema, _with_passage, _with_copy
+)  # fmt: skip
+_SHARES = (38, 2, 26, 11, 15, 5, 3)
 
 
 def probes(per_kind: int, seed: int) -> list[Probe]:
@@ -169,13 +300,65 @@ def _hashed_probes(rng: random.Random, kind: str, count: int) -> list[Probe]:
     source, _ = SOURCES[kind]
     found: dict[str, Probe] = {}
     while len(found) < count:
-        prompt, reply = source(rng)[0]
-        if is_held_out(prompt):
-            accepted = (
-                frozenset(load("unknown")["answers"]) if kind == "unknown" else frozenset({reply})
-            )
-            found[prompt] = Probe(kind, prompt, accepted)
+        turn = source(rng)[0]
+        if is_held_out(turn.prompt):
+            answers = load("unknown")["answers"] if kind == "unknown" else [turn.reply]
+            found[turn.prompt] = Probe(kind, turn.prompt, frozenset(answers))
     return list(found.values())
+
+
+def _call(rng: random.Random) -> Dialogue:
+    dialogue = _used(rng)
+    return replace(dialogue, turns=dialogue.turns[:1])
+
+
+def _used(rng: random.Random) -> Dialogue:
+    """One use of a tool without thoughts or other turns."""
+    while True:
+        dialogue = _with_tools(rng)
+        roles = [turn.role for turn in dialogue.turns]
+        if roles[:1] == ["user"] and set(roles[1:]) == {"tool"} and not dialogue.effort:
+            return dialogue
+
+
+def _json(rng: random.Random) -> Dialogue:
+    """An answer by a schema that the prompt tells."""
+    while True:
+        dialogue = _with_schema(rng)
+        if len(dialogue.turns) == 1 and not dialogue.effort and not dialogue.turns[0].given:
+            return dialogue
+
+
+def _values(rng: random.Random) -> Dialogue:
+    """The data of a text by a schema that only a grammar knows."""
+    while True:
+        dialogue = _with_schema(rng)
+        if len(dialogue.turns) == 1 and not dialogue.effort and dialogue.turns[0].given:
+            if is_told(dialogue.turns[0]):
+                return dialogue
+
+
+# Replies that are scored, by kind, with the dialogues that they are from.
+AGENT_KINDS: dict[str, Callable[[random.Random], Dialogue]] = {
+    "calls": _call,
+    "results": _used,
+    "thoughts": _with_reasoning,
+    "json": _json,
+    "values": _values,
+    "passages": _with_passage,
+    "copies": _with_copy,
+}
+
+
+def agent_dialogues(kind: str, count: int, seed: int) -> list[Dialogue]:
+    """Dialogues that were held out of the training text, whose last reply has to be right."""
+    rng = random.Random(f"{kind} {seed}")
+    found: list[Dialogue] = []
+    while len(found) < count:
+        dialogue = AGENT_KINDS[kind](rng)
+        if any(map(_is_kept, dialogue.turns)):
+            found.append(dialogue)
+    return found
 
 
 def main() -> None:
@@ -185,9 +368,9 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=1)
     arguments = parser.parse_args()
     for dialogue in generate(arguments.count, arguments.seed):
-        print("-" * 60, dialogue.system or dialogue.text, sep="\n")
+        print("-" * 60, dialogue.system or dialogue.text, *dialogue.tools, sep="\n")
         for turn in dialogue.turns:
-            print(f"> {turn.prompt}\n{turn.reply}")
+            print(f"> {turn.prompt}\n{turn.reasoning and f'<{turn.reasoning}> '}{turn.reply}")
 
 
 if __name__ == "__main__":

@@ -4,7 +4,7 @@ import random
 from dataclasses import dataclass
 from typing import Any
 
-from turns import Turn, capital, casual, load
+from turns import Turn, capital, casual, load, noisy
 
 _PATTERNS = (
     "What is {}?",
@@ -32,6 +32,7 @@ _PATTERNS = (
 _HELD_OUT_PATTERN = "Could you tell me what {} is?"
 _MORE = ("Tell me more.", "More, please.", "Go on.", "Can you tell me more?", "What else?")
 _AGAIN = ("Please say that again.", "Say that again.", "Repeat that, please.", "What did you say?")
+_NOISY = 0.3  # share of the prompts that are changed, so that the model relies on no single word
 _NO_MORE = "That is all I know about it. You find more in the folder docs."
 
 
@@ -74,7 +75,9 @@ class Knowledge:
     def __call__(self, rng: random.Random) -> list[Turn]:
         topic = rng.choice(self.topics)
         answer = rng.choice(topic.answers)
-        turns = [Turn(casual(rng, rng.choice(topic.training)), answer)]
+        prompt = casual(rng, rng.choice(topic.training))
+        changed = noisy(rng, prompt) if rng.random() < _NOISY else prompt
+        turns = [Turn(prompt if changed in topic.held_out else changed, answer)]
         if self.follow_up and rng.random() < 0.15:
             turns.append(Turn(casual(rng, rng.choice(_MORE)), topic.more or _NO_MORE))
         elif self.follow_up and rng.random() < 0.05:

@@ -78,7 +78,7 @@ def test_a_chat_streams_the_answer_of_the_api(console: Console, up: UpProcess) -
     console.until_answered()
     assert console.text == undisturbed(up.url, body) != ""
     assert re.match(
-        r"first token after [\d.]+ m?s · [\d.,]+ tokens/s · 150 tokens · prompt 16",
+        r"first token after [\d.]+ m?s · [\d.,]+ tokens/s · 150 tokens · prompt 13",
         console.figures,
     )
 
@@ -185,7 +185,7 @@ def test_a_field_that_is_not_json_is_refused_before_anything_is_sent(console: Co
 
 
 def test_tool_calls_and_reasoning_are_shown_and_a_result_is_sent(console: Console) -> None:
-    """The demo model has neither, so the browser gets the events of a model that has."""
+    """The browser gets the events of a model that does both in one answer."""
     call = {"id": "c1", "type": "function", "function": {"name": "get_weather", "arguments": ""}}
     deltas: list[dict[str, Any]] = [
         {"role": "assistant", "reasoning_content": "The city "},

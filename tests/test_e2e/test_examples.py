@@ -20,12 +20,13 @@ TIMEOUT_S = 180
 # The output at temperature 0, or output that does not depend on the tokens.
 PRINTED = {
     "openai_chat": "tokens",
-    "structured_output": "left=",
+    "structured_output": "left=3 sign='+' right=4",
     "resume_stream": "|",
     "anthropic_messages": "",
     "langchain_chat": "['",
     "litellm_chat": "",
-    "rag": "Where does Anna live? [Anna lives in Lisbon.]",
+    "agent": "What is 123 * 45? 123 * 45 = 5535.",
+    "rag": "Where does Anna live? [Anna lives in Lisbon.] Anna lives in Lisbon.",
     "batch": "sum-7 7 + 1 = 8.",
     "offline": "1 + 2 = 3.",
 }

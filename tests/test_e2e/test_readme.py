@@ -55,6 +55,19 @@ def test_the_sdk_example(served: UpProcess) -> None:
     assert len(printed.split()) > 10
 
 
+def test_tools_reasoning_and_json_of_the_demo_model(served: UpProcess) -> None:
+    begun = block("python", "import OpenAI").partition("stream = ")[0]
+    program = f"{begun}{block('python', 'reasoning_effort')}"
+    printed = run(sys.executable, "-c", here(program, served))
+    called, thought, filled = map(json.loads, printed.splitlines())
+
+    (call,) = called["tool_calls"]
+    assert call["function"]["name"] == "calculate"
+    assert json.loads(call["function"]["arguments"]) == {"expression": "123 * 45"}
+    assert thought["reasoning_content"] and thought["content"] == "47 + 38 = 85."
+    assert json.loads(filled["content"]) == {"name": "Emma", "age": 31}
+
+
 def test_the_example_for_users_of_openai(served: UpProcess) -> None:
     (example,) = [each for each in blocks() if each.page.name == "coming-from-openai.md"]
     assert run(sys.executable, "-c", here(example.text, served)) == "headrace-demo\n"

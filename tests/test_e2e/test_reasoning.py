@@ -30,13 +30,16 @@ BODY: dict[str, Any] = {
 
 @pytest.fixture(scope="module")
 def stack(tmp_path_factory: pytest.TempPathFactory, start: Starter) -> Iterator[Stack]:
-    """The demo model, with a template that opens reasoning, on engines behind one gateway."""
+    """The demo model on engines behind one gateway.
+
+    The template opens reasoning with markers that the model does not know, so the budget ends it.
+    """
     folder = tmp_path_factory.mktemp("reasoning")
     model = Path(shutil.copytree(demo_folder(), folder / "model"))
     config = json.loads((model / "tokenizer_config.json").read_text())
     template = (
         "{% for message in messages %}{{ message.role }}: {{ message.content }}\n{% endfor %}"
-        "{% if add_generation_prompt %}assistant: <think>\n{% endif %}{# </think> #}"
+        "{% if add_generation_prompt %}assistant: [THINK]\n{% endif %}{# [/THINK] #}"
     )
     (model / "tokenizer_config.json").write_text(json.dumps({**config, "chat_template": template}))
     (model / "chat_template.jinja").write_text(template)

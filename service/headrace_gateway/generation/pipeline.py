@@ -272,12 +272,13 @@ async def _job(
 ) -> Job:
     tenancy = tenancy_of(caller, body)  # a refusal here comes before the prompts are encoded
     prompts = await call.encode()
-    sampling = at_prompt(call.sampling, call.form, call.model.tokenizer, prompts[0])
+    model, prompt = call.model, prompts[0]
+    sampling = at_prompt(call.sampling, call.form, model.tokenizer, prompt, model.chat_template)
     return Job(
         request_id=request_id,
-        model=call.model,
+        model=model,
         prompts=prompts,
-        sampling=limit_thinking(sampling, call.form, call.model.tokenizer, prompts[0]),
+        sampling=limit_thinking(sampling, call.form, model.tokenizer, prompt),
         tenancy=tenancy,
         trace=trace,
     )

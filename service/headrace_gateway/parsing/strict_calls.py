@@ -13,13 +13,14 @@ from headrace_common.structured import structural_tag
 from headrace_common.structured.structural_format import Alternatives, Format, Rules
 from headrace_common.structured.structural_tag import ReasoningFormat, StructuralTag
 from headrace_common.structured.structured import StructuredOutputError, StructuredOutputsParams
+from headrace_common.text.chat_template import ChatTemplate
 from headrace_common.text.tokenizer import Tokenizer
 
 from ..schemas.chat_messages import FunctionDefinition, Tool
 from .harmony import header as harmony
 from .harmony.constraint import final_format, from_within
 from .output import OutputForm
-from .reasoning.catalog import FAMILIES, begin_of
+from .reasoning.catalog import FAMILIES, begin_of, opens_reasoning
 from .reasoning.think import Begin
 from .tool_calls.bare import bare
 from .tool_calls.catalog import FORMATS
@@ -100,10 +101,17 @@ def constrained_answer(
 
 
 def at_prompt(
-    sampling: SamplingParams, form: OutputForm, tokenizer: Tokenizer, prompt: Sequence[int]
+    sampling: SamplingParams,
+    form: OutputForm,
+    tokenizer: Tokenizer,
+    prompt: Sequence[int],
+    template: ChatTemplate | None = None,
 ) -> SamplingParams:
     """Returns the sampling for an answer to this prompt, which may end within reasoning or after
-    it."""
+    it.
+
+    If the template would have opened the reasoning and has not, the answer begins at once.
+    """
     structured = sampling.structured_outputs
     if form.reasoning is None or structured is None or structured.structural_tag is None:
         return sampling
@@ -115,7 +123,9 @@ def at_prompt(
         return replace(sampling, structured_outputs=_params(begun))
     begin = begin_of(form.reasoning, tokenizer, prompt)
     if begin is Begin.OPEN:
-        return sampling  # unchanged
+        if template is None or not opens_reasoning(form.reasoning, template):
+            return sampling  # unchanged
+        begin = Begin.CLOSED
     tag = structural_tag.read(structured.structural_tag)
     closed = tag.reasoning is not None and tag.reasoning.closed
     begun = replace(tag, reasoning=_reasoning(form, begin, closed=closed))

@@ -13,10 +13,11 @@ OVERLAPS = (steps.ONE_BY_ONE, "dependent")
 
 def main(models: list[str]) -> int:
     tiles = {name: getattr(launch, name)[:1] for name in ("DECODE_TILES", "PREFILL_TILES")}
+    tiles["VECTOR_TILES"] = {size: few[:1] for size, few in launch.VECTOR_TILES.items()}
     overlaps = {name: steps.CANDIDATES[name] for name in OVERLAPS}
     with (
         patch.multiple(launch, **tiles),
         patch.object(attention, "MOST_ROTATIONS", 1),
-        patch.multiple(steps, CANDIDATES=overlaps, FUSED_CANDIDATES=OVERLAPS),
+        patch.multiple(steps, CANDIDATES=overlaps, FEWER_CANDIDATES=OVERLAPS),
     ):
         return compile_kernels.main(models)

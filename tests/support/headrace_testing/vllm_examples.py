@@ -285,9 +285,9 @@ runs them and writes nothing; `PYTHONPATH=tests/support .venv/bin/python -m
 headrace_testing.vllm_examples` writes this page.
 """
 CLIENTS = """\
-Against `headrace up`. The demo model's own chat template shows it no tools, and it does not reason.
-So examples with tools and reasoning run with another chat template, and with a reasoning parser
-that takes all text for reasoning (`agent`).
+Against `headrace up`. The demo model reasons only if `reasoning_effort` says so, which these
+examples do not. So examples with tools and reasoning run with another chat template, and with a
+reasoning parser that takes all text for reasoning (`agent`).
 """
 
 

@@ -89,7 +89,9 @@ def test_the_demo_model_is_native_and_chats() -> None:
     assert found["context"] == ("ok", "2048 tokens")
     assert found["quantisation"] == ("ok", "none")
     assert found["chat template"] == ("ok", "found")
-    assert "KV 1.5 KiB a token, 3.0 MiB for a whole context" in found["size"][1]
+    assert found["tool calls"] == ("ok", "hermes")
+    assert found["reasoning"] == ("ok", "qwen3")
+    assert "KV 3.5 KiB a token, 7.0 MiB for a whole context" in found["size"][1]
 
 
 @pytest.mark.usefixtures("ask_here")
@@ -180,7 +182,7 @@ def test_a_check_of_the_hub_fetches_no_weights(tmp_path: Path) -> None:
         fetched = hub.fetched
 
     assert code == 0
-    assert found["model"][0] == "warning" and "weights 5.3 MiB" in found["size"][1]
+    assert found["model"][0] == "warning" and "weights 8.9 MiB" in found["size"][1]
     assert "config.json" in fetched and "model.safetensors" not in fetched
 
 

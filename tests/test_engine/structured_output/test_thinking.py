@@ -1,6 +1,7 @@
 """Limits on tokens of reasoning: on states and cursors, and on the demo model.
 
-The demo model's vocabulary has no markers of reasoning, so they are spelled with several tokens.
+The demo model's vocabulary has `<think>` and `</think>` as tokens. Harmony's markers are spelled
+with several.
 """
 
 import re

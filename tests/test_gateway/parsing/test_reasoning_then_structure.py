@@ -19,6 +19,7 @@ from tokenizers import AddedToken
 from headrace_common.sampling.params import SamplingParams
 from headrace_common.structured.grammars import GrammarChecker, grammar_text, parser_limits
 from headrace_common.structured.structured import StructuredOutputsParams
+from headrace_common.text.chat_template import ChatTemplate
 from headrace_common.text.tokenizer import Tokenizer
 from headrace_gateway.parsing.harmony.header import CHANNEL, END, MARKERS, MESSAGE, START
 from headrace_gateway.parsing.output import OutputForm, OutputParser
@@ -192,3 +193,38 @@ def test_a_model_that_need_not_reason_may_answer_at_once(kind: str) -> None:
         assert matcher_of(held, "special").validate_tokens(ids) == len(ids)
         wrong = text.encode(f"{EXAMPLES[kind]}~")
         assert (matcher_of(held, "special").validate_tokens(wrong) == len(wrong)) is free
+
+
+_TURN = "{{ messages[0].content }}:"
+_CLOSES = "{% if not enable_thinking %}<think></think>{% endif %}"
+_OPENS = "{% if enable_thinking %}<think>{% endif %}"
+
+
+@pytest.mark.parametrize(
+    ("template", "variables", "thought", "allowed"),
+    [
+        (_TURN + _OPENS, {"enable_thinking": True}, "Hm.</think>", True),
+        (_TURN + _OPENS, {}, "<think>Hm.</think>", False),
+        (_TURN + _CLOSES, {"enable_thinking": True}, "<think>Hm.</think>", True),
+        (_TURN + _CLOSES, {}, "<think>Hm.</think>", False),
+        (_TURN, {}, "<think>Hm.</think>", True),
+        ("{{ raise_exception(effort) if reasoning_effort }}" + _TURN, {}, "<think></think>", True),
+    ],
+)
+def test_no_reasoning_precedes_a_structure_if_the_template_has_not_opened_it(
+    template: str, variables: dict[str, bool], thought: str, allowed: bool
+) -> None:
+    constraint, _ = CONSTRAINTS["choice"]
+    form = OutputForm(reasoning="qwen3")
+    text, _ = tokenizer("text")
+    shown = ChatTemplate(template)
+    prompt = text.encode(shown.render([{"role": "user", "content": "Go"}], variables=variables))
+    sampling = SamplingParams(structured_outputs=constrained_answer(constraint, form))
+
+    begun = at_prompt(sampling, form, text, prompt, shown).structured_outputs
+    assert begun is not None
+    answer = text.encode(f"{thought}yes")
+
+    matcher = matcher_of(begun, "text")
+    assert (matcher.validate_tokens(answer) == len(answer)) is allowed
+    assert allowed or matcher.validate_tokens(text.encode("yes")) == len(text.encode("yes"))
