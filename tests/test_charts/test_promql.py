@@ -46,6 +46,7 @@ RULES = Path(__file__).resolve().parents[2] / "charts" / "headrace" / "rules" / 
 ABSENT = {
     names.ENGINE_SPEC_TOKENS: "the engine does not speculate",
     names.QUEUE_REDELIVERIES: "there is no series before the first redelivery",
+    names.GATEWAY_OPEN_REFUSED: "no tenant has too many open requests",
 }
 PANELS = [(each, panel) for each in dashboards() for panel in each.panels]
 VARIABLES = [variable for each in dashboards() for variable in each.variables]

@@ -109,7 +109,8 @@ def logits_of(
         for item in scheduler_output.scheduled
         if item.start
     )
-    caches = runner._allocate(64)
+    runner._allocate(64)
+    caches = runner._caches
     with torch.inference_mode():
         if before:
             first = SchedulerOutput(before, (), sum(item.length for item in before))
@@ -217,7 +218,8 @@ def test_logits_do_not_depend_on_threads_or_on_the_batch(
 def test_a_step_without_logits_writes_the_cache(tmp_path: Path) -> None:
     folder = save_checkpoint(tmp_path, "llama")
     runner = make_runner(folder, attention_backend="cpu")
-    caches = runner._allocate(64)
+    runner._allocate(64)
+    caches = runner._caches
     assert forward(runner, step_of(PREFILL, samples=False), caches).shape == (0, VOCAB)
     assert all(bool(cache[0].any()) for cache in caches)
 

