@@ -59,8 +59,16 @@ class StructuralTag(Body):
 
     @property
     def given(self) -> dict[str, Any]:
-        fields = self.model_dump(by_alias=True)
-        return {name: value for name, value in fields.items() if value is not None}
+        """The fields that were given, with the objects of schemas and formats themselves: a copy of
+        many takes long."""
+        fields = {"type": self.type, "triggers": self.triggers, "format": self.format}
+        found: dict[str, Any] = {name: one for name, one in fields.items() if one is not None}
+        if self.structures is not None:
+            found["structures"] = [
+                {"begin": one.begin, "schema": one.schema_, "end": one.end}
+                for one in self.structures
+            ]
+        return found
 
 
 ResponseFormat = Annotated[

@@ -4,10 +4,12 @@ import json
 import sys
 from types import FrameType
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
 from headrace_common.sampling.params import SamplingError, SamplingParams
+from headrace_common.structured import structural_tag
 from headrace_common.structured.grammars import GrammarChecker
 from headrace_common.structured.lark import MAX_TERMINALS
 from headrace_common.structured.structured import (
@@ -250,3 +252,12 @@ def test_a_schema_is_the_same_as_text_and_as_a_mapping() -> None:
 def test_token_lists_and_grammars_are_not_combined() -> None:
     with pytest.raises(SamplingError, match="allowed_token_ids"):
         SamplingParams(structured_outputs=StructuredOutputsParams(regex="a"), allowed_token_ids=[1])
+
+
+def test_a_structural_tag_that_is_too_large_is_not_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Reading one of a megabyte takes a quarter of a second."""
+    monkeypatch.setattr(structural_tag, "read", Mock(side_effect=AssertionError))
+    value = {"format": {"type": "const_string", "value": "x" * MAX_TAG_CHARS}}
+    for given in (value, json.dumps(value)):
+        with pytest.raises(StructuredOutputError, match="over the limit of 262144: make it small"):
+            StructuredOutputsParams(structural_tag=given)

@@ -62,6 +62,7 @@ def mtp(tokens: int = 3, **options: Any) -> SpeculativeConfig:
 
 
 def engine_of(folder: Path, head: SpeculativeConfig | None, **options: Any) -> Engine:
+    options = {"attention_backend": "cpu", **options}
     config = engine_config(folder, speculative_config=head, **options)
     ticks = count()
     return Engine(config, ModelRunner(config, clock=lambda: float(next(ticks))))
@@ -145,8 +146,9 @@ def test_a_head_changes_no_token_of_a_mixed_batch(
     heads: HeadMaker, name: str, backend: str
 ) -> None:
     folder, _ = heads(name)
-    expected, _ = decode(folder, None, mixed_requests(), attention_backend=backend)
-    found, engine = decode(folder, mtp(), mixed_requests(), attention_backend=backend)
+    requests = mixed_requests()[-2:] if backend == "reference" else mixed_requests()
+    expected, _ = decode(folder, None, requests, attention_backend=backend)
+    found, engine = decode(folder, mtp(), requests, attention_backend=backend)
     assert tokens_of(found) == tokens_of(expected)
     assert acceptance(engine) < 0.5
 
