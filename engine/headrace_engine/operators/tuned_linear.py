@@ -130,16 +130,17 @@ class TunedLinear:
         return self._weight.numel() * self._weight.element_size()
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        rows = x.numel() // x.shape[-1]
-        if rows > ROW_BOUNDS[-1] or x.dtype is not self._weight.dtype:
+        place = self._place(x)
+        if place is None:
             return self.dense(x)
-        place, own = bisect_left(ROW_BOUNDS, rows), self._dependent_launches.own_products
-        launch = (self._tuned.own[place] if own else None) or self._tuned.chosen[place]
+        own = self._tuned.own[place] if self._dependent_launches.own_products else None
+        launch = own or self._tuned.chosen[place]
         return self.dense(x) if launch is None else self.small_batch(x, launch)
 
     def activated(self, x: torch.Tensor) -> torch.Tensor:
         """silu(gate) * up of the product: [..., out / 2]."""
-        launch = self._silu_launch(x)
+        place = self._place(x)
+        launch = None if place is None else self._tuned.silu[place]
         return self._silu_mul(self(x)) if launch is None else self.small_batch_silu(x, launch)
 
     def mark_gated(self) -> None:
@@ -216,11 +217,12 @@ class TunedLinear:
             return silu_candidates(inputs, outputs // 2)
         return small_batch_candidates(inputs, outputs)
 
-    def _silu_launch(self, x: torch.Tensor) -> SmallBatchLaunch | None:
+    def _place(self, x: torch.Tensor) -> int | None:
+        """Index in ROW_BOUNDS; None for rows that only cuBLAS multiplies."""
         rows = x.numel() // x.shape[-1]
         if rows > ROW_BOUNDS[-1] or x.dtype is not self._weight.dtype:
             return None
-        return self._tuned.silu[bisect_left(ROW_BOUNDS, rows)]
+        return bisect_left(ROW_BOUNDS, rows)
 
     def _launch(
         self,

@@ -1,6 +1,7 @@
 """Limits a tenant's open requests: those that this gateway has begun and not yet answered."""
 
 from ..errors import busy
+from .tenant_counts import TenantCounts
 
 
 class OpenRequests:
@@ -8,11 +9,11 @@ class OpenRequests:
 
     def __init__(self, most: int) -> None:
         self._most = most
-        self._open: dict[str, int] = {}
+        self._open = TenantCounts()
 
     def begin(self, tenant: str) -> None:
         """Counts a request until `end`. Raises ApiError if the tenant has too many."""
-        count = self._open.get(tenant, 0)
+        count = self._open.of(tenant)
         if count >= self._most:
             raise busy(
                 f"{count} of your requests are open at this server, as many as one tenant may "
@@ -20,10 +21,7 @@ class OpenRequests:
                 code="too_many_open_requests",
                 of_tenant=True,
             )
-        self._open[tenant] = count + 1
+        self._open.add(tenant)
 
     def end(self, tenant: str) -> None:
-        if self._open[tenant] == 1:
-            del self._open[tenant]
-        else:
-            self._open[tenant] -= 1
+        self._open.remove(tenant)

@@ -3,6 +3,8 @@
 import asyncio
 from collections import deque
 
+from .tenant_counts import TenantCounts
+
 # The number of a tenant's requests that begin in one turn of the event loop. Each takes the loop
 # for about a millisecond, and the first token of another tenant's request takes about ten turns.
 # More in one turn would share packets to Redis.
@@ -18,20 +20,17 @@ class RequestTurns:
 
     def __init__(self, most: int = BEGUN_A_TURN) -> None:
         self._most = most
-        self._open: dict[str, int] = {}
+        self._open = TenantCounts()
         self._begun: dict[str, int] = {}
         self._lines: dict[str, deque[asyncio.Future[None]]] = {}
         self._running = False
 
     def open(self, tenant: str) -> None:
         """Notes a request, which may begin now or later, until `close`."""
-        self._open[tenant] = self._open.get(tenant, 0) + 1
+        self._open.add(tenant)
 
     def close(self, tenant: str) -> None:
-        if self._open[tenant] == 1:
-            del self._open[tenant]
-        else:
-            self._open[tenant] -= 1
+        self._open.remove(tenant)
 
     def begin(self, tenant: str) -> bool:
         """Begins a request if the tenant may begin one more in this turn; otherwise it must
