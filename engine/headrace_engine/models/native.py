@@ -2,7 +2,9 @@
 torch."""
 
 import logging
+from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 
 from ..attention.cpu import CpuBackend
 from ..checkpoints.checkpoint import Checkpoint
@@ -19,7 +21,7 @@ from .decoder.norm_fusion import make_decoder
 from .decoder.parallel_decoder import ParallelDecoder
 from .decoder.positions import PositionTables
 from .determinism import check_deterministic
-from .draft_heads.base import HeadOptions
+from .draft_heads.base import DraftHead, HeadOptions
 from .draft_heads.eagle3 import EagleConfig
 from .draft_heads.loading import (
     HeadSource,
@@ -29,6 +31,7 @@ from .draft_heads.loading import (
     load_mtp,
     tapped_target,
 )
+from .draft_heads.target import HeadTarget
 from .hidden_states import HEAD, HiddenStateReader, HiddenStates, without_head
 from .layout import TensorLayout
 from .linear.linear_maker import NO_INT8, QuantizedOps, computes_natively
@@ -73,34 +76,14 @@ def load(checkpoint: Checkpoint, options: LoadOptions) -> LoadedModel:
         cuts = None if shard is None else WeightCuts(config, shard)
         where = (checkpoint.folder, options.dtype, options.device)
         source = (*where, layout.locate, progress, stored, cuts)
-        head = options.draft_head
-        if head is not None:
+        if options.draft_head is not None:
             files = (checkpoint, options.dtype, options.device, layout.locate, progress, stored)
             quantizes = _quantizes(options, eight)
             parts = HeadSource(*files, options.ops, options.attention, quantizes, length)
-            states = HiddenStateReader(*source, config)
-            if head.checkpoint is None:
-                bare = _make(without_head(config), states, options, length, eight)
-                target, made = load_mtp(config, bare, parts)
-            else:
-                taps = EagleConfig.of(head.checkpoint, config).taps
-                if isinstance(options.ops, NativeOps) and _is_fused(config, options):
-                    fused = FusedDecoder(
-                        without_head(config),
-                        states,
-                        PositionTables(config, length, options.device),
-                        options.ops,
-                        options.attention,
-                        eight,
-                        taps,
-                    )
-                    tapped = fused_target(config, fused, parts)
-                else:
-                    weights = read_weights(config, WeightReader(*source), options.ops, quantizes)
-                    tapped = tapped_target(config, weights, parts, taps)
-                target, made = load_eagle3(
-                    config, tapped, parts, head.checkpoint, head.quantization
-                )
+            states, whole = HiddenStateReader(*source, config), partial(WeightReader, *source)
+            target, made = _with_head(
+                options.draft_head, config, states, whole, parts, options, eight
+            )
             return LoadedModel(target, length, config.windows, config.chunked, made)
         if not options.hidden_states:
             reader = _random_reader(options, cuts, stored) if dummy else WeightReader(*source)
@@ -110,6 +93,33 @@ def load(checkpoint: Checkpoint, options: LoadOptions) -> LoadedModel:
         bare = _make(without_head(config), states, options, length, eight)
         found = HiddenStates(bare, config.vocab_size)
         return LoadedModel(found, length, config.windows, config.chunked)
+
+
+def _with_head(
+    head: HeadOptions,
+    config: ModelConfig,
+    states: HiddenStateReader,
+    whole: Callable[[], WeightReader],
+    parts: HeadSource,
+    options: LoadOptions,
+    eight: bool,
+) -> tuple[HeadTarget, DraftHead]:
+    """A decoder as a target, and its head. `states` reads the decoder without its output matrix, a
+    reader that `whole` makes with it."""
+    if head.checkpoint is None:
+        bare = _make(without_head(config), states, options, parts.length, eight)
+        return load_mtp(config, bare, parts)
+    taps = EagleConfig.of(head.checkpoint, config).taps
+    if isinstance(options.ops, NativeOps) and _is_fused(config, options):
+        positions = PositionTables(config, parts.length, options.device)
+        fused = FusedDecoder(
+            without_head(config), states, positions, options.ops, options.attention, eight, taps
+        )
+        tapped = fused_target(config, fused, parts)
+    else:
+        weights = read_weights(config, whole(), options.ops, parts.quantize)
+        tapped = tapped_target(config, weights, parts, taps)
+    return load_eagle3(config, tapped, parts, head.checkpoint, head.quantization)
 
 
 def _check_head(
