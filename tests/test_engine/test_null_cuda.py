@@ -32,7 +32,7 @@ FEATURES = (
     "draft_model",
     "fused_norms",
 )
-ANSWERS = ("timer", "decoding", "grammar", "embeddings")
+ANSWERS = ("timer", "decoding", "grammar", "embeddings", "replaced")
 RELAUNCHED = 2  # kernels that copy a step's tokens into the next step's inputs
 Facts = dict[str, Any]
 
@@ -109,6 +109,11 @@ def test_kernels_are_timed_even_after_one_that_fails(scenes: dict[str, Facts]) -
     assert "capture" in facts["refused"]
     assert 0 < facts["times"][0] < facts["times"][1], "of one kernel and of two"
     assert facts["kept"] <= 4 << 20, "memory that streams share is used again"
+
+
+def test_a_model_gets_the_memory_of_the_one_that_it_replaces(scenes: dict[str, Facts]) -> None:
+    first, second = scenes["replaced"]["blocks"]
+    assert second == pytest.approx(first, rel=0.01)
 
 
 def test_other_configurations_finish_too(scenes: dict[str, Facts]) -> None:

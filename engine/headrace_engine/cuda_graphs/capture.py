@@ -56,6 +56,21 @@ def no_collection() -> Iterator[None]:
             gc.enable()
 
 
+class SharedLogits:
+    """The logits of the last step of all graphs, in one tensor: the pool could not reuse a graph's
+    own output."""
+
+    def __init__(self) -> None:
+        self._logits: torch.Tensor | None = None
+
+    def keep(self, logits: torch.Tensor) -> torch.Tensor:
+        """Returns a copy of `logits`, which the next call overwrites. The first call must have the
+        most rows."""
+        if self._logits is None:
+            self._logits = torch.empty_like(logits)
+        return self._logits[: len(logits)].copy_(logits)
+
+
 class MeteredCapture:
     """Wraps another capture; stores in `free_after` the free memory after each graph."""
 

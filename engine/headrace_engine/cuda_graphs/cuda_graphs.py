@@ -25,7 +25,7 @@ from ..lora.batch import StaticLoRA
 from ..models.base import CausalModel, ForwardBatch, SharedModel
 from ..models.decoder.decoder import Decoder
 from ..models.draft_heads.target import HeadTarget
-from .capture import Capture, CudaCapture, MeteredCapture, Run, at_least
+from .capture import Capture, CudaCapture, MeteredCapture, Run, SharedLogits, at_least
 from .mixed_steps import MixedSizes, MixedSteps, StaticMixedBatch
 from .static_batch import StaticBatch
 
@@ -90,10 +90,12 @@ class GraphedModel:
         self.vocab_size, self.kv_shapes = model.vocab_size, model.kv_shapes
         self._sizes, self._batch = sizes, batch
         self._dependent_launches = _dependent_launches(model)
-        self._logits: torch.Tensor | None = None
+        self._logits = SharedLogits()
         self._mixed: MixedSteps | None = None
         if mixed is not None:
-            self._mixed = MixedSteps(model, caches, mixed.sizes, mixed.buffers, capture, self._keep)
+            self._mixed = MixedSteps(
+                model, caches, mixed.sizes, mixed.buffers, capture, self._logits
+            )
         self._graphs = {
             (size, context, adapted): capture(self._step(size, context, adapted))
             for size in reversed(sizes.batch_sizes)
@@ -122,16 +124,9 @@ class GraphedModel:
 
         def run() -> torch.Tensor:
             with self._dependent_launches.during(launches):
-                return self._keep(self._model.forward(view, self._caches))
+                return self._logits.keep(self._model.forward(view, self._caches))
 
         return run
-
-    def _keep(self, logits: torch.Tensor) -> torch.Tensor:
-        """Copies logits into one tensor for all graphs: the pool could not reuse a graph's own
-        output."""
-        if self._logits is None:
-            self._logits = torch.empty_like(logits)
-        return self._logits[: len(logits)].copy_(logits)
 
 
 def _only_decodes(batch: ForwardBatch) -> bool:

@@ -6,7 +6,7 @@ context; a step is padded up to the next. How many sequences decode is read on t
 graph serves every mixture. The model computes longer steps without graphs.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -14,7 +14,7 @@ import torch
 from ..core.attention_backend import AttentionMetadata, LayerCache
 from ..core.kv_cache_groups import ONE_GROUP, KVLayout
 from ..models.base import CausalModel, ForwardBatch, of_layers
-from .capture import Capture, Run, at_least
+from .capture import Capture, Run, SharedLogits, at_least
 
 # Multiples of this many tokens are captured: a token takes the device some microseconds.
 TOKENS_STEP = 64
@@ -147,7 +147,7 @@ def _fill(target: torch.Tensor, source: torch.Tensor, padding: int) -> None:
 
 class MixedSteps:
     """A model's steps with prompts over `caches`, recorded by the constructor, the largest first,
-    as they share memory. `keep` copies logits to where all recordings leave them."""
+    as they share memory and `logits`."""
 
     def __init__(
         self,
@@ -156,9 +156,9 @@ class MixedSteps:
         sizes: MixedSizes,
         batch: StaticMixedBatch,
         capture: Capture,
-        keep: Callable[[torch.Tensor], torch.Tensor],
+        logits: SharedLogits,
     ) -> None:
-        self._model, self._caches, self._keep = model, caches, keep
+        self._model, self._caches, self._logits = model, caches, logits
         self._sizes, self._batch = sizes, batch
         self._graphs = {
             (tokens, context): capture(self._step(tokens, context))
@@ -177,4 +177,4 @@ class MixedSteps:
 
     def _step(self, tokens: int, context: int) -> Run:
         view = self._batch.view(tokens, context)
-        return lambda: self._keep(self._model.forward(view, self._caches))
+        return lambda: self._logits.keep(self._model.forward(view, self._caches))

@@ -84,6 +84,8 @@ def _measured(
     sequence: int,
     profile: Profile,
 ) -> int:
+    # Models that nobody uses any more and what tuning left behind: only the collector frees them.
+    gc.collect()
     if device.type == "cuda":
         return _cuda_free(device, config, profile) // bytes_per_block
     free = _cpu_free(config, profile) - int(config.swap_space * GIB)
@@ -111,7 +113,6 @@ def _cuda_free(device: torch.device, config: EngineConfig, profile: Profile) -> 
 def _cpu_free(config: EngineConfig, profile: Profile) -> int:
     """The bytes for the cache: `memory_utilization` of what is available, minus the step's peak,
     and what is allocated after the cache."""
-    gc.collect()
     measurable = _reset_peak()
     before = _resident("VmRSS")
     later = profile()

@@ -189,6 +189,20 @@ class Scenes:
         """An engine without recorded graphs that waits for each step."""
         return self._generated(self.llm(enforce_eager=True, async_scheduling=False))
 
+    def replaced(self) -> Facts:
+        """Two models one after the other, while the garbage collector rests."""
+        gc.disable()
+        try:
+            blocks = [self._used_blocks() for _ in range(2)]
+        finally:
+            gc.enable()
+        return {"blocks": blocks}
+
+    def _used_blocks(self) -> int:
+        llm = self.llm()
+        self._generated(llm)
+        return llm.llm_engine.model.runner.num_blocks
+
     def deterministic(self) -> Facts:
         return self._generated(self.llm(deterministic=True))
 
