@@ -39,13 +39,17 @@ _SPACE = r"[ \t\r\n]*"
 _BEFORE = r"[ \t\r\n]{0,4}"  # bounded, since a model with few other options would repeat blanks
 
 
-def tag_grammar(tag: StructuralTag, whitespace: str, tokens: Mapping[str, int]) -> str:
+def tag_grammar(
+    tag: StructuralTag, whitespace: str, tokens: Mapping[str, int], *, forces: bool = True
+) -> str:
     """A tag in llguidance's form: Lark, or JSON with several grammars in Lark if the tag has
-    grammars of the user. `whitespace` is the pattern between tokens of JSON. Raises
-    StructuredOutputError for one of these."""
+    grammars of the user. `whitespace` is the pattern between tokens of JSON; `forces`: whether
+    tokens of text that must follow are forced. Raises StructuredOutputError for a grammar of the
+    user."""
     writer = _Writer(whitespace, tokens)
     start = _start(writer, tag)
-    text = "\n".join(["%llguidance {}", f"start: {start}", f"TEXT: /{_ANY}/", *writer.rules, ""])
+    options = "%llguidance {}" if forces else '%llguidance {"no_forcing": true}'
+    text = "\n".join([options, f"start: {start}", f"TEXT: /{_ANY}/", *writer.rules, ""])
     if not writer.grammars:
         return text
     named = [{"name": name, "lark_grammar": each} for name, each in writer.grammars.items()]

@@ -6,7 +6,7 @@ of schemas and grammars, and the gateway's checks.
 
 import json
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import jsonschema
@@ -447,6 +447,44 @@ def test_a_cursor_that_is_rolled_back_equals_a_new_one(
             assert allowed(cursor, compiled.words) == allowed(fresh, compiled.words)
         known += path[done : done + data.draw(st.integers(1, 4))]
     assert cursor.error is None
+
+
+# Constraints with one long text, and what precedes that text in the output.
+LONG: dict[str, tuple[Callable[[str], dict[str, Any]], str]] = {
+    "choice": (lambda text: {"choice": [text]}, ""),
+    "regex": (lambda text: {"regex": text}, ""),
+    "repetition": (lambda text: {"regex": f"({text}){{1000}}"}, ""),
+    "grammar": (lambda text: {"grammar": f'start: "{text}"'}, ""),
+    "json": (lambda text: {"json": {"const": text}}, '"'),
+    "tag": (
+        lambda text: {
+            "structural_tag": {
+                "structures": [{"begin": "e", "schema": {"const": text}}],
+                "triggers": ["e"],
+            }
+        },
+        'e"',
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", LONG)
+def test_tokens_of_a_long_text_are_not_forced(kind: str, compiler: GrammarCompiler) -> None:
+    """To force a token, the library reads all that must follow, in each step."""
+    make, before = LONG[kind]
+    tokenizer = Tokenizer.load(demo_folder())
+
+    def after_the_beginning(text: str) -> frozenset[int]:
+        """The tokens that may follow the first two letters."""
+        compiled = compiler.compile(StructuredOutputsParams(**make(text)))
+        cursor = compiled.cursor()
+        assert cursor.advance(tokenizer.encode(f"{before}{text[:2]}"), 0)
+        return allowed(cursor, compiled.words)
+
+    short = after_the_beginning("mill of the miller")
+    long = after_the_beginning("mill of the miller " * 500)
+    assert {tokenizer.token_to_id("l"), tokenizer.token_to_id("ll")} <= long
+    assert len(short) == 1 or kind == "repetition"
 
 
 def test_rows_after_a_refused_draft_are_not_changed(compiler: GrammarCompiler) -> None:
