@@ -17,6 +17,7 @@ from concurrent.futures.process import BrokenProcessPool
 from contextlib import suppress
 from dataclasses import dataclass
 from enum import StrEnum
+from importlib import import_module
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Any, TypeVar, TypeVarTuple, Unpack
@@ -26,8 +27,8 @@ from pebble import ProcessExpired, ProcessFuture, ProcessPool
 IDLE_S = 300.0
 # A process is replaced after this many tasks, which bounds leaks of the libraries.
 MAX_TASKS = 200
-# The event loop and the engine's steps have priority where cores are shared.
-NICE = 10
+# The fork server imports this first, because its other imports take half a second of a processor.
+LOW_PRIORITY = "headrace_common.pools.low_priority"
 # When a container's memory is used up, these processes are killed first.
 OOM_SCORE = "1000"
 # The exit code that multiprocessing gives to all processes whose server is gone, living ones too.
@@ -80,7 +81,7 @@ class LimitedPool:
         self._ending: asyncio.Task[None] | None = None
         self._workers = workers
         self._limits = limits
-        self._preload = [__name__, *preload]
+        self._preload = [LOW_PRIORITY, __name__, *preload]
         self._context = get_context("forkserver")
         self._pool: ProcessPool | None = None
         self._starting = asyncio.Lock()
@@ -197,7 +198,7 @@ def _prepare() -> None:
     """Prepares this process so that a signal ends it immediately, even within native code."""
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    os.nice(NICE)
+    import_module(LOW_PRIORITY)  # without effect if the fork server has imported it
     with suppress(OSError):  # not Linux, or /proc is read-only
         Path("/proc/self/oom_score_adj").write_text(OOM_SCORE)
     # The allocator's message at the memory limit would end up in this process's log.

@@ -84,7 +84,7 @@ def _measured(
     sequence: int,
     profile: Profile,
 ) -> int:
-    # Models that nobody uses any more and what tuning left behind: only the collector frees them.
+    # Only the collector frees what tuning left behind, and models that are no longer used.
     gc.collect()
     if device.type == "cuda":
         return _cuda_free(device, config, profile) // bytes_per_block
