@@ -76,6 +76,11 @@ class ValkeyServer:
     def url(self) -> str:
         return f"redis://127.0.0.1:{self.port}/0"
 
+    @property
+    def pid(self) -> int:
+        assert self._process is not None
+        return self._process.pid
+
     def start(self) -> None:
         """Starts the process and waits until it answers."""
         self.folder.mkdir(parents=True, exist_ok=True)

@@ -1,8 +1,10 @@
 """Limits for the processes under attack: memory, and the time of answers."""
 
 MIB = 2**20
-# Memory limits: for gateways that of the chart; for engines a small one, since their CRD has none.
+# Memory limits: for gateways and Redis those of the chart; for engines a small one, since their CRD
+# has none.
 GATEWAY_BYTES = 1024 * MIB
+REDIS_BYTES = 1024 * MIB
 ENGINE_BYTES = 2048 * MIB
 # The largest share of its memory limit that a process may use.
 MAX_MEMORY_SHARE = 0.5

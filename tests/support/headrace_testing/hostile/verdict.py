@@ -101,11 +101,11 @@ class Machine:
                 totals += [before, before + event.seconds]
 
     def own_seconds(self, event: Event) -> float:
-        """The duration of an event, without the time in which the gateway, the engine that it may
-        need, or the watching process had no processor."""
+        """The duration of an event, without the time in which the processes that it needs, or the
+        watching process, had no processor."""
         names = ["watch", "gateway"]
         if event.kind in ("gap", "first") or event.name == "engine":
-            names.append("engine")
+            names += ["engine", "redis"]
         end = event.began + event.seconds
         return max(0.0, event.seconds - sum(self._lost(name, event.began, end) for name in names))
 

@@ -12,7 +12,7 @@ from headrace_testing.stack import Stack
 from headrace_testing.tool_templates import CHATML_WITH_TOOLS
 from headrace_testing.valkey import ValkeyServer
 
-from .limits import DESCRIPTORS, ENGINE_BYTES, GATEWAY_BYTES, PATIENCE_S, REDIS_MEMORY
+from .limits import DESCRIPTORS, ENGINE_BYTES, GATEWAY_BYTES, PATIENCE_S, REDIS_BYTES, REDIS_MEMORY
 
 EMBEDDER = "embedder"
 # A model whose chat template runs for as many loops as a chat's `loops` says.
@@ -53,9 +53,9 @@ class HostileStack(Stack):
             self._keys.add(name, tenant=name)
         (folder / "template.jinja").write_text(CHATML_WITH_TOOLS)
         options = ("--maxmemory", REDIS_MEMORY, "--maxmemory-policy", "noeviction")
-        valkey = ValkeyServer(folder / "valkey", *options)
+        self._valkey = ValkeyServer(folder / "valkey", *options)
         # Long leases: none may expire while other programs load the machine.
-        super().__init__(Path(DEMO_MODEL), folder, servers=valkey, start=start_limited)
+        super().__init__(Path(DEMO_MODEL), folder, servers=self._valkey, start=start_limited)
         self.engine = self.add_engine("--lease", "10")
         self.embedder = self.add_engine(
             *("--lease", "10", "--served-model-name", EMBEDDER, "--task", "embed")
@@ -95,6 +95,7 @@ class HostileStack(Stack):
             Watched("engine", self.engine.pid, ENGINE_BYTES),
             Watched("embedder", self.embedder.pid, ENGINE_BYTES),
             Watched("looping", self.looping.pid, ENGINE_BYTES),
+            Watched("redis", self._valkey.pid, REDIS_BYTES),
         )
 
     @property
