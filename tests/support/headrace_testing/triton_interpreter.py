@@ -6,6 +6,8 @@ nearest, and would multiply the integers. It multiplies tiles with the BLAS of t
 CPUs the bits of a row then depend on the number of rows, whatever the kernel does. It replaces the
 functions of Triton's language for each launch and for each call of a device function, and looks for
 overflows of integers that it does not report. Both take more than half of the time of most tests.
+Most of the rest is the description of tiles, whose types and shapes are computed anew for every
+operation.
 """
 
 from collections.abc import Callable
@@ -21,6 +23,8 @@ import triton.language as tl
 from triton.runtime import interpreter
 
 Builder = interpreter.InterpreterBuilder
+semantic = interpreter.interpreter_semantic
+KEPT = 4096  # types of tiles
 Numbers = npt.NDArray[Any]
 
 
@@ -54,6 +58,83 @@ def save_work(patch: pytest.MonkeyPatch) -> None:
     builder = interpreter.interpreter_builder
     checked = builder.options.debug
     patch.setattr(builder, "options", replace(builder.options, sanitize_overflow=checked))
+    _save_types(patch)
+
+
+def _save_types(patch: pytest.MonkeyPatch) -> None:
+    """Computes what describes a tile once for each type and shape."""
+    patch.setattr(tl.core, "_unwrap_if_constexpr", _unwrapped(tl.core._unwrap_if_constexpr))
+    patch.setattr(tl.block_type, "__init__", _block_types(tl.block_type.__init__))
+    patch.setattr(tl.tensor, "__init__", _tensors(tl.tensor.__init__))
+    patch.setattr(semantic, "broadcast_impl_value", _broadcast(semantic.broadcast_impl_value))
+    patch.setattr(semantic, "computation_type_impl", cache(semantic.computation_type_impl))
+    # Tensors are on the CPU, where each launch would copy their storage onto itself.
+    patch.setattr(
+        interpreter.GridExecutor, "_init_args_hst", lambda _, given, named: (given, named)
+    )
+    patch.setattr(interpreter.GridExecutor, "_restore_args_dev", lambda *_: None)
+
+
+def _unwrapped(unwrap: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    """`unwrap` that returns numbers at once."""
+
+    def unwrapped(value: Any) -> Any:
+        kind = type(value)
+        if kind is int:
+            return value
+        return value.value if kind is tl.constexpr else unwrap(value)
+
+    return unwrapped
+
+
+def _block_types(describe: Callable[[Any, Any, Any], None]) -> Callable[[Any, Any, Any], None]:
+    """The initialisation of types of tiles, with their shapes and names cached."""
+    known: dict[tuple[Any, ...], dict[str, Any]] = {}
+
+    def initialise(block: Any, element: Any, shape: Any) -> None:
+        extents = [one.value if type(one) is tl.constexpr else one for one in shape]
+        key = (id(element), *extents)
+        found = known.get(key)
+        if found is None:
+            describe(block, element, shape)
+            if len(known) >= KEPT:  # each launch has pointer types of its own
+                known.clear()
+            known[key] = dict(block.__dict__)  # has the element, whose id thereby stays its own
+        else:
+            block.__dict__.update(found)
+
+    return initialise
+
+
+def _tensors(describe: Callable[[Any, Any, Any], None]) -> Callable[[Any, Any, Any], None]:
+    """The initialisation of tiles and scalars, with what follows from the shape cached."""
+    known: dict[tuple[int, ...], tuple[Any, Any]] = {}
+
+    def initialise(tensor: Any, handle: Any, kind: Any) -> None:
+        extents = tuple(kind.shape.values) if kind.is_block() else ()
+        found = known.get(extents)
+        if found is None:
+            describe(tensor, handle, kind)
+            known[extents] = tensor.numel, tensor.shape
+        else:
+            tensor.handle, tensor.type, tensor.dtype = handle, kind, kind.scalar
+            tensor.numel, tensor.shape = found
+
+    return initialise
+
+
+def _broadcast(broadcast: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
+    """`broadcast` that returns tiles of one shape, and two scalars, at once."""
+
+    def fitted(left: Any, right: Any) -> Any:
+        one, other = left.type, right.type
+        if one.is_block():
+            same = other.is_block() and one.shape.values == other.shape.values
+        else:
+            same = not other.is_block()
+        return (left, right) if same else broadcast(left, right)
+
+    return fitted
 
 
 def _numpy_dtypes(find: Callable[[Any], Any]) -> Callable[[Any], Any]:

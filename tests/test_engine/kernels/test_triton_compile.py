@@ -69,10 +69,10 @@ for name, arguments in json.loads(sys.argv[1]).items():
 
 
 @pytest.fixture(scope="module")
-def compiled(tmp_path_factory: pytest.TempPathFactory) -> Compiled:
-    """The kernels of each run."""
+def compiled() -> Compiled:
+    """The kernels of each run. Those that have not changed since an earlier session are read from
+    Triton's cache, whose keys contain their source and options."""
     environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
-    environment["TRITON_CACHE_DIR"] = str(tmp_path_factory.mktemp("triton"))
     environment["PYTHONPATH"] = os.pathsep.join([str(BENCHMARKS), *sys.path])
     runs = {}
     for name in (*RUNS, OVERLAPPING):

@@ -48,9 +48,9 @@ def test_greedy_tokens_equal_transformers(
     reference: Callable[[str], Reference],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    paths = reference(name).clear_paths(len(PROMPTS), LENGTH, lambda index: PROMPTS[index])
     if not COMPILED:
         monkeypatch.setattr(loader, "make_ops", lambda *_: RecurrentOps())
-    paths = reference(name).clear_paths(len(PROMPTS), LENGTH, lambda index: PROMPTS[index])
     runner = make_runner(
         checkpoint(name),
         attention_backend="triton" if COMPILED else "cpu",
