@@ -21,7 +21,7 @@ from threading import Lock
 from headrace_cli.processes.guard import die_with_parent
 from headrace_testing.processes import Running
 
-_PRELOADED = ["headrace_engine.__main__", "headrace_gateway.__main__"]
+_PRELOADED = ["headrace_testing.forked_imports"]
 
 
 @cache

@@ -216,7 +216,7 @@ def test_unknown_fields_of_an_entry_are_ignored() -> None:
     [
         (b"not compressed", "damaged"),
         (zlib.compress(msgpack.packb(FILES))[:-5], "cut short"),
-        (zlib.compress(bytes(MAX_FILES_BYTES + 10_000)), "over"),
+        (zlib.compress(bytes(MAX_FILES_BYTES + 10_000), level=1), "over"),
         (zlib.compress(b"\xc1"), "not msgpack"),
         (zlib.compress(msgpack.packb([1])), "map"),
         (zlib.compress(msgpack.packb({"a": 1})), "not bytes"),

@@ -4,6 +4,7 @@ import asyncio
 import json
 import time
 from collections.abc import Awaitable, Callable, Iterator
+from functools import partial
 from typing import Any
 
 from headrace_testing.stack import MODEL
@@ -28,9 +29,15 @@ def _attack(name: str, client: Client, play: Play, *, spoils: bool = False) -> A
     return Attack(name, client, play, spoils)
 
 
-def ask(path: str, content: bytes, times: int = 1) -> Play:
-    """A request of the attacking tenant."""
-    return lambda target: many(target.api, [post(path, content, target.attacker)] * times)
+def ask(path: str, content: bytes | Callable[[], bytes], times: int = 1) -> Play:
+    """A request of the attacking tenant. Large content is given as a function, as most runs only
+    list the attacks."""
+
+    def play(target: Target) -> Awaitable[Answer]:
+        sent = content if isinstance(content, bytes) else content()
+        return many(target.api, [post(path, sent, target.attacker)] * times)
+
+    return play
 
 
 def fields(path: str, **more: Any) -> bytes:
@@ -93,16 +100,20 @@ def _pipelined(request: bytes) -> Play:
 
 def _bodies() -> Iterator[Attack]:
     for size in (1, 2, 7):
-        wrong = b"[" + b"1," * (size * MIB // 2) + b"1]"
-        content = b'{"model":"%b","messages":[{"role":"user","content":%b}]}'
-        body = content % (MODEL.encode(), wrong)
-        yield _attack(f"{size} MiB of wrong parts of a message", "tenant", ask(CHAT, body))
+        wrong = ask(CHAT, partial(_wrong_parts, size * MIB))
+        yield _attack(f"{size} MiB of wrong parts of a message", "tenant", wrong)
     call = {"id": "a", "type": "function", "function": {"name": "a", "arguments": "{}"}}
     calls = [{"role": "assistant", "tool_calls": [call] * 55_000}]
-    yield _attack("55,000 tool calls", "tenant", ask(CHAT, fields(CHAT, messages=calls)))
+    yield _attack("55,000 tool calls", "tenant", ask(CHAT, partial(fields, CHAT, messages=calls)))
     for name in ("self", "messages", "tools", "raise_exception", "bos_token", "kwargs"):
         yield _attack(f"a template's variable `{name}`", "tenant", _variable(name))
     yield _attack("40 chats whose template loops", "tenant", _loop)
+
+
+def _wrong_parts(size: int) -> bytes:
+    """A chat with one message, whose parts are numbers."""
+    content = b'{"model":"%b","messages":[{"role":"user","content":[%b1]}]}'
+    return content % (MODEL.encode(), b"1," * (size // 2))
 
 
 async def _loop(target: Target) -> Answer:
@@ -188,12 +199,12 @@ async def _leave(target: Target, body: bytes) -> None:
 def _tokenizers() -> Iterator[Attack]:
     texts = {"letters": "a", "words": "the mill ", "spaces": " ", "marks": "e\u0301\u0327"}
     for name, text in texts.items():
-        body = fields(TOKENIZE, prompt=text * (4 * MIB // len(text.encode())))
+        body = partial(fields, TOKENIZE, prompt=text * (4 * MIB // len(text.encode())))
         yield _attack(f"4 MiB of {name} to tokenize", "tenant", ask(TOKENIZE, body))
     inputs = ["the mill " * 455] * 1020
-    body = json.dumps({"model": EMBEDDER, "input": inputs}).encode()
-    yield _attack("1,020 inputs to embed", "tenant", ask("/v1/embeddings", body))
-    ids = fields("/detokenize", tokens=[5] * 2_000_000)
+    embedded = partial(fields, "/v1/embeddings", model=EMBEDDER, input=inputs)
+    yield _attack("1,020 inputs to embed", "tenant", ask("/v1/embeddings", embedded))
+    ids = partial(fields, "/detokenize", tokens=[5] * 2_000_000)
     yield _attack("2 million ids to detokenize", "tenant", ask("/detokenize", ids))
 
 
