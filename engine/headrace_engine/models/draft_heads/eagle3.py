@@ -66,10 +66,9 @@ class EagleConfig:
         fields.require("target_hidden_size", (None, target.hidden_size), default=None)
         named = {**part, "architectures": [LAYERS[str(inner.get("model_type", "llama"))]]}
         layer = ModelConfig.from_hf(replace(checkpoint, config={"num_hidden_layers": 1, **named}))
-        found = fields.get("eagle_aux_hidden_state_layer_ids", None)
         return cls(
             layer=replace(head_config(layer), tie_word_embeddings=False),
-            taps=_taps(fields, target.num_layers) if found is not None else default_taps(target),
+            taps=_taps(fields, target),
             draft_vocab_size=fields.integer("draft_vocab_size", target.vocab_size),
             norm_before_residual=fields.flag("norm_before_residual"),
             norm_before_fc=fields.flag("norm_before_fc"),
@@ -82,8 +81,10 @@ def default_taps(target: ModelConfig) -> tuple[int, ...]:
     return (2, count // 2, count - 3)
 
 
-def _taps(fields: Fields, layers: int) -> tuple[int, ...]:
-    found = fields.get("eagle_aux_hidden_state_layer_ids", None)
+def _taps(fields: Fields, target: ModelConfig) -> tuple[int, ...]:
+    found, layers = fields.get("eagle_aux_hidden_state_layer_ids", None), target.num_layers
+    if found is None:
+        return default_taps(target)
     right = isinstance(found, list) and len(found) == TAPS and found == sorted(set(found))
     if not right or not all(isinstance(tap, int) and 0 <= tap < layers for tap in found):
         wanted = f"{TAPS} ascending numbers of the target's {layers} layers"

@@ -18,7 +18,7 @@ from .layers import HybridStep
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class MTPWeights:
+class HybridMTPWeights:
     """The weights of an MTP layer, which computes `attention`, then `feed_forward`. `embedding` and
     `lm_head` are the decoder's."""
 
@@ -37,7 +37,7 @@ class MTPWeights:
 class HybridMTPHead:
     """A loaded MTP layer. The next draft reads the result of the layer's last norm."""
 
-    def __init__(self, weights: MTPWeights, ops: Ops, rotary: RotaryTable) -> None:
+    def __init__(self, weights: HybridMTPWeights, ops: Ops, rotary: RotaryTable) -> None:
         self._weights, self._rotary = weights, rotary
         narrower = weights.norm.dtype is not weights.embedding.dtype
         self._ops: Ops = Float32NormOps(ops) if narrower else ops
