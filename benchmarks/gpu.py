@@ -5,12 +5,13 @@
     python benchmarks/gpu.py --only serving,lora    some parts again
     python benchmarks/gpu.py --small                every part with tiny models; --tiny: on a CPU
 
-Measures the device's copy bandwidth and its rate of bfloat16 products first, then decoding, prefill
-and 1,000 conversations, beside transformers. The models are a Llama of 8 billion parameters, one of
-1 billion, one with adapters, one in fp8 and one in 4 bits, and a mixture of experts; their random
-weights are made on the device. Each part runs in a process of its own with limits of its own.
+First measures the device's copy bandwidth and its rate of bfloat16 products, then decoding, prefill
+and 1,000 conversations, and for comparison transformers. The models are a Llama of 8 billion
+parameters, one of 1 billion, one with adapters, one in fp8 and one in 4 bits, and a mixture of
+experts; their random weights are made on the device. Each part runs in a separate process with time
+limits.
 
-Results are printed as they come. DIR gets few files: results.jsonl, report.json, report.md,
+Results are printed as they come. DIR gets these files: results.jsonl, report.json, report.md,
 summary.svg (with matplotlib) and work.tar.gz (logs, traces, the table of measured kernels). Needs
 torch, Triton, transformers and safetensors; no network, no Redis.
 """
@@ -59,7 +60,7 @@ class Plan:
 
 
 # The most important part comes first: a part that exceeds the time is cut short and reports what it
-# has.
+# measured.
 PLANS = (
     Plan("roofs", "8b", 45),
     Plan("steps", "8b", 160, 100),
@@ -247,8 +248,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     default = Path(os.environ.get("OUT", "gpu-benchmark"))
     work = Path(tempfile.gettempdir()) / "headrace-gpu"
-    parser.add_argument("--out", type=Path, default=default, help="folder; default: $OUT")
-    parser.add_argument("--work", type=Path, default=work, help=f"folder; default: {work}")
+    parser.add_argument(
+        "--out", type=Path, default=default, help="folder for results; default: $OUT"
+    )
+    parser.add_argument(
+        "--work", type=Path, default=work, help=f"folder for other files; default: {work}"
+    )
     parser.add_argument("--budget", type=float, default=560.0, help="seconds for everything")
     parser.add_argument("--check", action="store_true", help="profiles and tests instead")
     parser.add_argument("--only", default="", help="parts, or part:model, with commas")
@@ -257,7 +262,7 @@ def main() -> None:
         "--tiny", dest="sizes", action="store_const", const="tiny", help="tiny models on the CPU"
     )
     parser.add_argument(
-        "--small", dest="sizes", action="store_const", const="small", help="and on the GPU"
+        "--small", dest="sizes", action="store_const", const="small", help="tiny models on the GPU"
     )
     for hidden in ("--part", "--model", "--try", "--sizes"):
         parser.add_argument(hidden, help=argparse.SUPPRESS)

@@ -5,10 +5,10 @@ are not at hand. Only the devices' copy bandwidth and product rate were measured
 
 A step is estimated kernel by kernel. Products and decodes reach a share of the roofs. Kernels that
 only move activations reach a share of the bandwidth if a step's rows do not stay in the L2 cache.
-Each launch costs some time besides. Decode steps of few rows have the fewest launches that an
-engine may choose (`step_launches.py --fewest`), or with --most as many as all others.
-Prints how much of the roof comes of it beside the goal, and which share of their own roofs kernels
-need for it.
+Each launch adds a fixed time. Decode steps of few rows have the fewest launches that an engine may
+choose (`step_launches.py --fewest`), or with --most as many as all other steps.
+Prints the share of the roofline that results, the goal, and the share of their rooflines that
+kernels must reach for the goal.
 """
 
 import argparse
@@ -82,6 +82,9 @@ def launches(shape: Shape, fewest: bool) -> int:
 
 @dataclass(frozen=True)
 class Line:
+    """A line of the table. `floor` (the roofline) and `estimate` are seconds; `goal` and `needed`
+    are shares of a roofline. `needed` is 0 if it is not computed."""
+
     device: str
     model: str
     what: str
@@ -148,8 +151,12 @@ def conversation_line(device: str, model: str, roofs: Roofs, estimate: Estimate)
 
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--launch-us", type=float, nargs="+", default=[2.0], help="of a launch")
-    parser.add_argument("--most", action="store_true", help="launches that nothing saves")
+    parser.add_argument(
+        "--launch-us", type=float, nargs="+", default=[2.0], help="microseconds of a launch"
+    )
+    parser.add_argument(
+        "--most", action="store_true", help="as many launches for few rows as for many"
+    )
     wanted = parser.parse_args(arguments)
     for micros in wanted.launch_us:
         print(f"{micros:g} µs a launch; nothing below is measured\n")

@@ -1,4 +1,4 @@
-"""Batches of training text, which several processes make while the model learns from them."""
+"""Batches of training text, which several processes make while the model trains."""
 
 import multiprocessing
 import os
@@ -19,12 +19,12 @@ from tokens import CONTEXT, FILE, IGNORED, Example, encode
 
 # Columns of the batches: a text goes into the narrowest one that it fits.
 WIDTHS: tuple[int, ...] = (*range(32, 321, 32), 384, 448, 512, 768, 1024, CONTEXT)
-_WAITING = 4  # finished batches of a process that nobody has taken yet
+_WAITING = 4  # finished batches of a process that are not taken yet
 
 
 @dataclass(frozen=True)
 class Batch:
-    """Texts of similar length, filled up on the right: no text sees another.
+    """Texts of similar length, one in a row and padded on the right.
 
     `ids` is [rows, width]; `places` are the flat positions with a label in `labels`.
     """
@@ -79,12 +79,12 @@ def _batch(
 
 
 def width_of(example: Example) -> int:
-    """The columns that a text needs."""
+    """The number of columns that a text needs."""
     return min(width for width in WIDTHS if len(example.ids) <= width)
 
 
 class Batches:
-    """Batches from `processes` processes; if they are too slow, earlier ones come again."""
+    """Batches from `processes` processes. If the processes are too slow, batches are repeated."""
 
     def __init__(self, processes: int, tokens: int, seed: int) -> None:
         self._rng = random.Random(seed)

@@ -66,7 +66,7 @@ _LONG, _PLAIN, _REMEMBER, _SYSTEM = 0.01, 0.05, 0.06, 0.15
 class Dialogue:
     """Turns after an optional system message; or, without turns, a plain text.
 
-    With an `effort` the model thinks before its last answer, and learns that answer only.
+    With an `effort` the model thinks before its last answer, and is trained on that answer only.
     """
 
     turns: tuple[Turn, ...]
@@ -142,7 +142,7 @@ def _with_tools(rng: random.Random) -> Dialogue:
 
 
 def _beside_tools(rng: random.Random, purposes: Iterable[str]) -> list[Turn]:
-    """Turns that need no tool of these purposes."""
+    """Turns whose questions need no tool of these purposes."""
     shares = {"talk": 8, "project": 8, "counting": 2, "spelling": 2, "verse": 1, "animals": 2}
     if CALCULATOR not in purposes:
         shares["sums"] = 2
@@ -177,7 +177,7 @@ def _with_passage(rng: random.Random) -> Dialogue:
 
 
 def _with_copy(rng: random.Random) -> Dialogue:
-    """Strange words to repeat, and a table to find one's partner in: what calls and JSON need."""
+    """Invented words to repeat, or a table to look one up in. Calls and JSON need such copies."""
     if rng.random() < 0.5:
         text = rng.choice((strange_sentence, invented_topic, _strange_words))(rng)
         ask = rng.choice(
@@ -218,7 +218,7 @@ def _chunk(rng: random.Random) -> list[Turn]:
 
 
 def _remember(rng: random.Random, turns: list[Turn]) -> list[Turn]:
-    """The turns between something that the user tells and a question about it."""
+    """`turns` between something that the user tells and a question about it."""
     called, colour = name(rng), rng.choice(_COLOURS)
     food, place = rng.choice(_FOODS), city(rng)
     told, reply, ask, answer = rng.choice(
@@ -322,7 +322,7 @@ def _used(rng: random.Random) -> Dialogue:
 
 
 def _json(rng: random.Random) -> Dialogue:
-    """An answer by a schema that the prompt tells."""
+    """An answer in JSON, whose schema is in the prompt."""
     while True:
         dialogue = _with_schema(rng)
         if len(dialogue.turns) == 1 and not dialogue.effort and not dialogue.turns[0].given:
@@ -330,7 +330,7 @@ def _json(rng: random.Random) -> Dialogue:
 
 
 def _values(rng: random.Random) -> Dialogue:
-    """The data of a text by a schema that only a grammar knows."""
+    """The data of a text in JSON, whose schema only the grammar has."""
     while True:
         dialogue = _with_schema(rng)
         if len(dialogue.turns) == 1 and not dialogue.effort and dialogue.turns[0].given:
@@ -338,7 +338,7 @@ def _values(rng: random.Random) -> Dialogue:
                 return dialogue
 
 
-# Replies that are scored, by kind, with the dialogues that they are from.
+# The kinds of replies that are scored, with the function that makes their dialogues.
 AGENT_KINDS: dict[str, Callable[[random.Random], Dialogue]] = {
     "calls": _call,
     "results": _used,
@@ -362,7 +362,7 @@ def agent_dialogues(kind: str, count: int, seed: int) -> list[Dialogue]:
 
 
 def main() -> None:
-    """Print some dialogues, to look at."""
+    """Print some dialogues."""
     parser = argparse.ArgumentParser(description=main.__doc__)
     parser.add_argument("--count", type=int, default=20)
     parser.add_argument("--seed", type=int, default=1)

@@ -1,10 +1,10 @@
-"""Things to work out: sums, counting, lists of numbers and words, spelling, repeating."""
+"""Exercises: sums, counting, lists of numbers and words, spelling, repeating."""
 
 import random
 
 from turns import Turn, article, casual, listed, load, spoken
 
-LARGEST = 20  # of the numbers in sums: what a small model can learn by heart
+LARGEST = 20  # largest number in a sum: a small model can learn these by heart
 _TOO_LARGE = "That is too large for me. I can add and subtract up to 20 and multiply up to 10."
 _DIGITS = (
     "zero one two three four five six seven eight nine ten eleven twelve thirteen fourteen fifteen "

@@ -60,7 +60,7 @@ def _topic(entry: dict[str, Any]) -> Topic:
     held_out = [*kept, *(_HELD_OUT_PATTERN.format(term) for term in terms[:1])]
     answer = entry["answer"]
     answers = (answer,) if isinstance(answer, str) else tuple(answer)
-    # Whole questions say most about a topic: they weigh as much as all phrased terms together.
+    # Whole questions fit a topic best, so they get the same weight as all phrased terms together.
     repeats = max(1, len(phrased) // max(1, len(training)))
     return Topic((*phrased, *training * repeats), tuple(held_out), answers, entry.get("more", ""))
 
@@ -110,7 +110,7 @@ def load_unknown() -> dict[str, list[str]]:
 
 
 def _invented(rng: random.Random) -> str:
-    """A word that does not exist, so that strange words lead to an honest answer."""
+    """An invented word. With it the model learns to say of unknown words that it does not know."""
     syllables = (rng.choice("bcdfghjklmnprstvwz") + rng.choice("aeiou") for _ in range(3))
     word = "".join(syllables) + rng.choice(("", "n", "r", "st", "x", "ll"))
     return capital(word) if rng.random() < 0.3 else word

@@ -22,7 +22,7 @@ _Q, _KV = HEADS * HEAD_SIZE, KV_HEADS * HEAD_SIZE
 
 
 class Layer(nn.Module):
-    """Attention and a gated feed-forward network; weights with the same input are one matrix."""
+    """Attention and a gated feed-forward network. Weights with the same input are one matrix."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -66,7 +66,7 @@ def _turned(heads: torch.Tensor, cosines: torch.Tensor, sines: torch.Tensor) -> 
 
 
 class Llama(nn.Module):
-    """The model; its embedding is also its last layer."""
+    """The model. Its embedding is also its output matrix."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -97,8 +97,8 @@ class Llama(nn.Module):
 class Optimizer:
     """Muon for the weight matrices of the layers, Adam for embedding and norms.
 
-    Muon (Jordan et al., 2024) makes the singular values of an update nearly equal. Weights are kept
-    in float32; the model has a copy in its own type.
+    Muon (Jordan et al., 2024) makes the singular values of an update nearly equal. The
+    optimizer keeps float32 weights; the model has a copy in its own type.
     """
 
     def __init__(self, model: Llama, weight_decay: float) -> None:
@@ -116,7 +116,7 @@ class Optimizer:
         self._steps = 0
 
     def step(self, rate: float) -> None:
-        """Change the weights by their gradients, and clear these."""
+        """Change the weights by their gradients, and clear the gradients."""
         self._steps += 1
         self._step_matrices(rate)
         self._step_others(rate)
@@ -160,7 +160,7 @@ def _gradients(weights: Sequence[nn.Parameter]) -> list[torch.Tensor]:
 
 
 def _pieces(matrix: torch.Tensor) -> Sequence[torch.Tensor]:
-    """The matrices that are joined in one."""
+    """The matrices that one weight joins."""
     if matrix.shape[0] == _Q + 2 * _KV:
         return matrix.split_with_sizes([_Q, _KV, _KV])
     if matrix.shape[0] == 2 * INNER:

@@ -47,7 +47,7 @@ def about_passage(rng: random.Random, topics: Sequence[Topic]) -> Turn:
 
 
 def _strange_fact(rng: random.Random) -> tuple[str, str]:
-    """As `fact`, with words that do not exist."""
+    """Like `fact`, with invented words."""
     sentence, question = rng.choice(_FORMS)
     fields = {
         "name": name(rng),

@@ -20,12 +20,12 @@ _LOIRE = "The Loire is the longest river in France."
 
 
 def ask(prompt: str, *tools: Tool, effort: str = "") -> Dialogue:
-    """A dialogue of this question, whose answer is to be found."""
+    """A dialogue with this question, which the model has to answer."""
     return Dialogue((Turn(prompt, "?"),), tools=tools, effort=effort)
 
 
 def told(prompt: str, called: str, result: str, *tools: Tool) -> Dialogue:
-    """A dialogue in which a tool has answered."""
+    """A dialogue that ends with a tool's result, which the model has to use."""
     return Dialogue((Turn(prompt, called), Turn(result, "?", role="tool")), tools=tools)
 
 

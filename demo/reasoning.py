@@ -23,7 +23,7 @@ _ASK_SUM = (
     "What's {}?",
 )
 _SUM = re.compile(r"(\d+) ([-+*/]) (\d+) = (\d+)\.")
-_CUT_SHARE = 0.04  # of the thoughts are cut off, as a budget of tokens does
+_CUT_SHARE = 0.04  # share of the thoughts that are cut off, as a token budget would do
 
 
 def reasoned(rng: random.Random, effort: str, plain: Callable[[], Turn]) -> Turn:

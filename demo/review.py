@@ -37,7 +37,7 @@ CONVERSATIONS = (
 
 
 class Talker:
-    """Generates replies of a model in float32 through its chat template."""
+    """Generates a model's replies in float32, with its chat template."""
 
     def __init__(self, folder: Path) -> None:
         self._tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(
@@ -52,7 +52,7 @@ class Talker:
     def answers(self, dialogues: Sequence[Dialogue]) -> list[str]:
         """What the model says in place of each dialogue's last reply, thoughts included.
 
-        Of a reply that a grammar writes in part, the model is given each of these parts.
+        If a grammar writes parts of a reply, the model is given those parts.
         """
         plain = [dialogue for dialogue in dialogues if not dialogue.turns[-1].given]
         said = iter(self._continued(list(map(self.begun, plain))) if plain else [])
@@ -62,14 +62,14 @@ class Talker:
         ]
 
     def begun(self, dialogue: Dialogue) -> str:
-        """The prompt of a dialogue that lacks its last reply."""
+        """The prompt for a dialogue's last reply."""
         system = [{"role": "system", "content": dialogue.system}] if dialogue.system else []
         chat = [*system, *(message for turn in dialogue.turns for message in turn.messages)]
         effort = {"reasoning_effort": dialogue.effort} if dialogue.effort else {}
         return self.prompt(chat[:-1], tools=list(map(definition, dialogue.tools)), **effort)
 
     def _filled(self, dialogue: Dialogue) -> str:
-        """A reply whose given tokens are forced, as by a grammar; the others are the likeliest."""
+        """A reply with given tokens, as a grammar forces them; the others are decoded greedily."""
         reply = dialogue.turns[-1].reply
         prompt = self._tokenizer(self.begun(dialogue))["input_ids"]
         wanted = self._tokenizer(reply, return_offsets_mapping=True)
@@ -110,7 +110,7 @@ class Talker:
         return [self._text(row) for row in ids[:, inputs["input_ids"].shape[1] :].tolist()]
 
     def prompt(self, chat: list[dict[str, str]], **variables: Any) -> str:
-        """What the chat template makes of a chat."""
+        """The chat as the chat template writes it."""
         template = self._tokenizer.apply_chat_template
         return str(template(chat, tokenize=False, add_generation_prompt=True, **variables))
 
@@ -132,10 +132,10 @@ def score(talker: Talker, wanted: list[Probe]) -> Counter[str]:
 
 
 def agent_score(talker: Talker, per_kind: int) -> Counter[str]:
-    """Counts the dialogues of each kind that end right; prints the wrong answers.
+    """Counts the dialogues of each kind whose last reply is right; prints the wrong ones.
 
     A call is right if its name and arguments are; JSON if its values are; the answer after thoughts
-    if it is the expected one, whatever the thoughts are.
+    if it is the expected one; thoughts do not count.
     """
     right: Counter[str] = Counter()
     for kind in AGENT_KINDS:
@@ -150,12 +150,12 @@ def agent_score(talker: Talker, per_kind: int) -> Counter[str]:
 
 
 def answer_of(said: str) -> str:
-    """What follows the thoughts."""
+    """The text after the thoughts."""
     return said.rpartition("</think>")[2].lstrip("\n")
 
 
 def same_data(kind: str, reply: str, expected: str, dialogue: Dialogue) -> bool:
-    """Whether two calls or JSON texts hold the same; made-up values need the right names only."""
+    """Whether two calls or JSON texts have the same data; for made-up values, the same names."""
     if kind not in ("calls", "json"):
         return False
     try:

@@ -1,7 +1,7 @@
 """Answers in JSON by a schema: data from a text, made-up objects, the parts of a sum.
 
-In most examples the prompt tells the schema: in its own words, as an example, or as JSON Schema. In
-the others only a grammar knows it, which writes the names; the model learns the rest.
+In most examples the prompt has the schema: in words, as an example, or as JSON Schema. In the
+others only the grammar has it and writes the names; the model learns to write the rest.
 """
 
 import json
@@ -85,7 +85,7 @@ def answer_in_json(rng: random.Random) -> tuple[str, Turn]:
 
 
 def is_told(turn: Turn) -> bool:
-    """Whether every value of a reply is in its prompt."""
+    """Whether the prompt contains every value of the reply."""
     return all(str(value) in turn.prompt for value in _all_values(json.loads(turn.reply)))
 
 
@@ -98,7 +98,7 @@ def _all_values(value: object) -> list[object]:
 
 
 def names_in(reply: str, values: Mapping[str, Any]) -> tuple[tuple[int, int], ...]:
-    """The opening brace, and the spans of the names: what a grammar writes by itself."""
+    """The spans that a grammar writes: the opening brace and the names."""
     spans = [(0, 1)]
     at = 0
     for key in _all_names(values):
@@ -193,7 +193,7 @@ def _sum(rng: random.Random) -> tuple[dict[str, Any], str]:
 
 
 def _told(rng: random.Random) -> tuple[dict[str, Any], str]:
-    """Some of what a text says, in any order; with other sentences beside it."""
+    """Some values from a text, in any order. The text also has other sentences."""
     if rng.random() < 0.15:
         return _told_list(rng)
     record = rng.choice(_TABLE["record"])
@@ -282,7 +282,7 @@ def _drawn(rng: random.Random, kind: str) -> Any:
 
 
 def _made_up(rng: random.Random) -> tuple[dict[str, Any], str]:
-    """Values for names that a schema wants, about anything."""
+    """Made-up values for the names of a schema."""
     made: dict[str, Any] = {}
     for _ in range(rng.randint(1, 5)):
         if rng.random() < 0.1:

@@ -56,7 +56,7 @@ _ANOTHER = ("Another one, please.", "Tell me another story.", "One more!", "Anot
 
 @dataclass(frozen=True)
 class Story:
-    """A story with what can be asked about it."""
+    """A story, with the facts that questions ask for."""
 
     hero: str
     name: str
@@ -93,7 +93,7 @@ def make_story(rng: random.Random) -> Story:
 
 
 def stories(rng: random.Random) -> list[Turn]:
-    """A story that was asked for, with questions about it or a second one."""
+    """A request for a story, then questions about it or a request for a second one."""
     story = make_story(rng)
     about = rng.choice(
         (

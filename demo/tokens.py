@@ -1,8 +1,8 @@
 """The demo model's tokenizer, and dialogues as its token ids.
 
-`python demo/tokens.py` trains the tokenizer and writes `tokenizer.json` beside this file. A word in
-it has the same tokens with and without a space before it, or is a single token with its space, so
-that the model can copy words that it has never seen.
+`python demo/tokens.py` trains the tokenizer and writes `tokenizer.json` to this folder. A word has
+the same tokens with and without a space before it, or is a single token together with the space. So
+the model can copy words that it has never seen.
 """
 
 import json
@@ -24,7 +24,7 @@ END_OF_TEXT, START, END = "<|endoftext|>", "<|im_start|>", "<|im_end|>"
 _MARKS = ("<think>", "</think>", "<tool_call>", "</tool_call>")
 IGNORED = -100  # label of a position without loss
 _DIALOGUES, _SEED = 30_000, "tokenizer"
-_SPACED_WORDS = 600  # that are a single token with the space before them
+_SPACED_WORDS = 600  # number of words that are a single token with the space before them
 _SPACE = "Ġ"  # the byte-level form of a space
 _OTHER_PIECES = r"\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 # Single digits, punctuation and line ends as in Qwen2's tokenizer.
@@ -81,7 +81,7 @@ def _tokenizer(model: models.BPE, pieces: str) -> Tokenizer:
 
 
 def _spaced_words(texts: Iterable[str], vocabulary: dict[str, int]) -> list[str]:
-    """The words that are most often behind a space, of those that are one token."""
+    """Of the words that are one token, those that most often follow a space."""
     counts: Counter[str] = Counter()
     for text in texts:
         counts.update(text.split(" ")[1:])
@@ -96,7 +96,7 @@ def _spaced_words(texts: Iterable[str], vocabulary: dict[str, int]) -> list[str]
 
 
 def texts_of(dialogue: Dialogue) -> Iterator[str]:
-    """Every text of a dialogue: what the tokenizer learns from."""
+    """Every text of a dialogue, for the training of the tokenizer."""
     yield from (dialogue.text, "system\n" + "\n".join(instructions(dialogue)))
     for turn in dialogue.turns:
         yield from (f"{turn.role}\n{turn.prompt}", turn.reasoning, f"assistant\n{turn.reply}")
@@ -114,7 +114,7 @@ def instructions(dialogue: Dialogue) -> Iterator[str]:
 
 
 def encode(tokenizer: Tokenizer, dialogue: Dialogue) -> Example:
-    """The dialogue in the chat template's form, with loss on what the model says only."""
+    """The dialogue in the chat template's form, with loss only on the model's replies."""
     text = _Text()
     if dialogue.text:
         text.add(dialogue.text + END_OF_TEXT, learned=True)
@@ -136,7 +136,7 @@ def encode(tokenizer: Tokenizer, dialogue: Dialogue) -> Example:
 
 
 class _Text:
-    """A text that grows, with the spans of it that the model learns to say."""
+    """A text that grows, with the spans that the model is trained on."""
 
     def __init__(self) -> None:
         self._parts: list[str] = []

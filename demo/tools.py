@@ -1,4 +1,4 @@
-"""Tools and what the model does with them: calls, results, answers.
+"""Tools, and how the model uses them: calls, results, answers.
 
 Calls are in Hermes' form, `<tool_call>{"name": ..., "arguments": {...}}</tool_call>`. Half of all
 values do not exist outside the prompt, so that the model learns to copy them.
@@ -57,7 +57,7 @@ _INVENTED_SHARE = 0.5
 class Use(NamedTuple):
     """A tool with the turns in which the model uses it.
 
-    A question for a tool of one `purpose` could as well go to another tool of that purpose.
+    Tools with the same `purpose` can answer the same questions.
     """
 
     tool: Tool
@@ -133,7 +133,7 @@ def _number(rng: random.Random) -> str:
 
 
 def _value(expression: str) -> str:
-    result = eval(expression)  # of digits and signs that this module has written
+    result = eval(expression)  # only digits and signs that this module has written
     if isinstance(result, float):
         result = round(result, 4)
         result = int(result) if result == int(result) else result
@@ -141,7 +141,7 @@ def _value(expression: str) -> str:
 
 
 def _expression(rng: random.Random) -> tuple[str, str]:
-    """What a person asks for, and the expression in a calculator's form."""
+    """A question for a value, and the expression as a calculator takes it."""
     a, b = _number(rng), _number(rng)
     sign = rng.choice("++--***/")
     kind = rng.random()
@@ -247,7 +247,7 @@ def _lookup(rng: random.Random) -> Use:
 
 
 def strange_sentence(rng: random.Random) -> str:
-    """Any sentence to copy: words without sense, some of which do not exist, or a known one."""
+    """A sentence to copy: random or invented words, or a known sentence."""
     if rng.random() < 0.35:
         return rng.choice(_SENTENCES)
     words = [
@@ -403,7 +403,7 @@ def _of_kind(rng: random.Random, kind: str) -> str | int:
 
 
 class _Asked(NamedTuple):
-    """A question for a tool, with the values in it and what is to be called."""
+    """A question for a tool, with its values and the call that it needs."""
 
     prompt: str
     values: list[str | int]
@@ -455,7 +455,7 @@ def _asked(rng: random.Random, table: dict[str, Any]) -> _Asked:
 
 
 def _one_each(rng: random.Random, choices: list[str], names: list[str]) -> list[str]:
-    """The choices for the names; of several choices for a single name, one."""
+    """The choices with these names, one for each name."""
     return choices if len(choices) == len(names) else [rng.choice(choices)]
 
 
@@ -476,7 +476,7 @@ def _two(rng: random.Random, table: dict[str, Any], tool: Tool, first: str) -> l
 def _result(
     rng: random.Random, table: dict[str, Any], shown: Mapping[str, object]
 ) -> tuple[str, str]:
-    """A result, and the same as the model says it."""
+    """A result, and the model's sentence with it."""
     fill = {**_fillers(rng), **shown}
     kind = rng.random()
     if kind < 0.15:
@@ -496,7 +496,7 @@ def _result(
 
 
 def _strange_tool(rng: random.Random) -> Use:
-    """A tool whose name, arguments or object may not exist elsewhere."""
+    """A use of a tool whose name, arguments or object may be invented."""
     verb = rng.choice(_INVENTED["verbs"]) if rng.random() < 0.6 else invented(rng)
     noun = rng.choice(_INVENTED["nouns"]) if rng.random() < 0.5 else invented(rng)
     tool_name = rng.choice(

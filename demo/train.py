@@ -1,8 +1,8 @@
 """Train the bundled demo model: `python demo/train.py --out common/headrace_common/demo_model`.
 
-Runs on a GPU for `--seconds` from its start, in which other processes make the training text; the
-learning rate falls to zero until then. `--device cpu` shows that it works, in more time. The
-tokenizer is `demo/tokenizer.json`.
+Runs for `--seconds` on a GPU, while other processes make the training text. The learning rate falls
+to zero at the end. `--device cpu` takes longer and shows that the script works. The tokenizer is
+`demo/tokenizer.json`.
 """
 
 import time
@@ -30,14 +30,14 @@ TOKENS_PER_BATCH = 32_768
 LEARNING_RATE = 5e-3
 WEIGHT_DECAY = 0.05
 WARM_UP_STEPS = 100
-RESERVED_S = 4.0  # of the time: for the last evaluation and the files
+RESERVED_S = 4.0  # share of the time for the last evaluation and the files
 REPORT_S, SAVE_S = 5.0, 30.0
 UNSEEN_PER_KIND = 128
 CHAT_TEMPLATE = Path(__file__).parent / "chat_template.jinja"
 
 
 class Unseen:
-    """Texts of every kind that are not trained on."""
+    """Texts of every kind that the model is not trained on."""
 
     def __init__(self, device: torch.device) -> None:
         tokenizer = Tokenizer.from_file(str(FILE))
@@ -56,7 +56,7 @@ class Unseen:
 
     @torch.no_grad()
     def scores(self, model: Llama) -> Mapping[str, tuple[float, float]]:
-        """Of each kind the mean loss, and the share of texts without any wrong token."""
+        """The mean loss of each kind, and the share of texts without any wrong token."""
         found = {}
         for kind, batches in self._batches.items():
             loss, tokens, right, texts = 0.0, 0, 0, 0
@@ -76,7 +76,7 @@ class Unseen:
 def train(
     model: Llama, batches: Batches, unseen: Unseen, device: torch.device, ends: float, out: Path
 ) -> None:
-    """Train until the time `ends`, with a warm-up and then a line down to zero."""
+    """Train until the time `ends`. The learning rate rises, then falls linearly to zero."""
     optimizer = Optimizer(model, WEIGHT_DECAY)
     begun = reported = saved = time.monotonic()
     step = tokens = 0
@@ -89,7 +89,7 @@ def train(
         tokens += batch.ids.numel()
         step += 1
         if step % 20 == 0 or device.type == "cpu":
-            shown = loss.item()  # waits for the device: the clock stays true
+            shown = loss.item()  # waits for the device, so that the clock is right
             if time.monotonic() - reported > REPORT_S:
                 reported = time.monotonic()
                 print(
@@ -104,7 +104,7 @@ def train(
 
 
 def report(model: Llama, unseen: Unseen) -> None:
-    """Print the scores of texts that are not trained on."""
+    """Print the scores of the unseen texts."""
     for kind, (loss, right) in unseen.scores(model).items():
         print(f"    {kind:10} loss {loss:.4f}  {right:6.1%} right", flush=True)
 
@@ -119,7 +119,9 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=TOKENS_PER_BATCH)
     arguments = parser.parse_args()
     ends = _STARTED + arguments.seconds - RESERVED_S
-    batches = Batches(arguments.processes, arguments.tokens, SEED)  # before there is a GPU context
+    batches = Batches(
+        arguments.processes, arguments.tokens, SEED
+    )  # processes start before the GPU is used
     device = torch.device(arguments.device)
     torch.manual_seed(SEED)
     model = Llama().to(device, torch.bfloat16)

@@ -1,7 +1,8 @@
-"""Train the bundled embedding model: a small encoder that puts questions near their answers.
+"""Train the bundled embedding model: a small encoder whose vectors of a question and its answer are
+similar.
 
-`python demo/train_embeddings.py --out common/headrace_common/demo_embeddings` is the whole recipe
-of the shipped files. Runs on a CPU; with the same versions, machine type and `--threads` the result
+`python demo/train_embeddings.py --out common/headrace_common/demo_embeddings` makes the
+shipped files. Runs on a CPU; with the same versions, machine type and `--threads` the result
 is the same. The loss is a softmax over the cosines of a batch (van den Oord et al., 2018,
 arXiv:1807.03748).
 """
@@ -80,7 +81,7 @@ def embed(model: BertModel, tokenizer: Tokenizer, texts: Sequence[str]) -> torch
 
 
 def pairs(rng: random.Random, known: Sequence[Topic]) -> list[tuple[str, str]]:
-    """Pairs of texts that belong together, and to no other pair: half of them about a topic."""
+    """Pairs of texts that belong together. No two pairs fit each other; half are about a topic."""
     found = [_about(rng, topic) for topic in rng.sample(known, PAIRS_PER_STEP // 2)]
     facts: dict[str, str] = {}
     while len(found) + len(facts) < PAIRS_PER_STEP:
@@ -127,8 +128,8 @@ def train(model: BertModel, tokenizer: Tokenizer, known: Sequence[Topic], steps:
 
 
 def found(model: BertModel, tokenizer: Tokenizer, known: Sequence[Topic]) -> tuple[int, int, int]:
-    """Of the held-out questions: how many are nearest to an answer of their own topic, how many
-    have one among the nearest three, and their number."""
+    """Counts of the held-out questions: nearest to an answer of their own topic, with such an
+    answer among the nearest three, and all."""
     answers = [(at, text) for at, topic in enumerate(known) for text in topic.answers]
     asked = [(at, text) for at, topic in enumerate(known) for text in topic.held_out]
     with torch.no_grad():

@@ -1,4 +1,4 @@
-"""The small vocabulary of the text generators: a turn, a source of turns, how people phrase things.
+"""What the text generators share: turns, sources of turns, and the ways in which people write.
 
 All randomness comes from the generator passed in, so the same seed gives the same text.
 """
@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 TEXT = Path(__file__).parent / "text"
-HELD_OUT_SHARE = 40  # one prompt in so many is kept out of the training text
+HELD_OUT_SHARE = 40  # one prompt of this number is kept out of the training text
 
 _ONSETS = (*"bcdfghjklmnprstvwz", *"br ch cl dr fl gr kn pl qu sh sl sp st th tr".split(), "")
 _VOWELS = (*"aeiouaeiouy", *"ai ea ee ie oo ou".split())
@@ -46,7 +46,7 @@ class Turn(NamedTuple):
     """A message of the user or of a tool, and the model's answer.
 
     `reasoning` is what the model thinks before the answer. `given` are the spans of `reply`, each
-    as (begin, end) in characters, that a grammar writes and the model does not learn.
+    as (begin, end) in characters, that a grammar writes. The model is not trained on them.
     """
 
     prompt: str
@@ -57,7 +57,7 @@ class Turn(NamedTuple):
 
     @property
     def messages(self) -> list[dict[str, str]]:
-        """The message, and the model's answer if it says something."""
+        """The message, and the model's answer if there is one."""
         asked = {"role": self.role, "content": self.prompt}
         return [asked, {"role": "assistant", "content": self.reply}] if self.reply else [asked]
 
@@ -92,7 +92,7 @@ def is_held_out(prompt: str) -> bool:
 
 
 def casual(rng: random.Random, prompt: str) -> str:
-    """The prompt as a person in a hurry types it: an opener, no full stop, no capitals."""
+    """The prompt as a person may type it in a hurry: an opener, no full stop, no capitals."""
     if rng.random() < 0.12:
         prompt = rng.choice(_OPENERS) + prompt
     if rng.random() < 0.3 and prompt[-1] in "?.!":
@@ -127,7 +127,7 @@ def code(rng: random.Random) -> str:
 
 
 def noisy(rng: random.Random, prompt: str) -> str:
-    """The prompt with a word or a letter less, two letters exchanged, or polite words around it."""
+    """The prompt without a word or letter, with two letters exchanged, or with polite words."""
     words = prompt.split(" ")
     at = rng.randrange(len(words))
     kind = rng.random()

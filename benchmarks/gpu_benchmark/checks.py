@@ -20,8 +20,8 @@ from .task import PROFILED, Report, Task
 
 
 def measure_deterministic(task: Task, report: Report) -> None:
-    """Measures the cost of `deterministic`, and checks it with requests that run alone and among
-    others."""
+    """Measures the cost of `deterministic`. Checks that requests get the same tokens alone and
+    among others."""
     bench = task.bench(deterministic=True)
     jobs = conversations(task.sizes.max_num_seqs, task.shape.vocab, task.sizes.longest // 4)
     together = in_order(bench.serve(jobs)[1])

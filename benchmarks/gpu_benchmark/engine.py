@@ -141,7 +141,7 @@ class Bench:
     def decoding(
         self, batch: int, context: int, steps: int, adapters: Sequence[str | None] = (None,)
     ) -> None:
-        """Brings `batch` sequences to `context` keys, such that they can take `steps` more steps.
+        """Brings `batch` sequences to `context` keys; each can still decode for `steps` steps.
 
         Sequences get the adapters in turn.
         """
@@ -154,7 +154,7 @@ class Bench:
             self.engine.step()
         if (running := len(list(self.engine.running()))) != batch:
             raise RuntimeError(f"{running} sequences decode, not {batch}")
-        gc.collect()  # what a profile left
+        gc.collect()  # the objects of an earlier profile
         gc.freeze()
 
     def _prefilling(self) -> bool:
@@ -172,7 +172,7 @@ class Bench:
 
     @property
     def device_allocations(self) -> int:
-        """How often torch has asked the driver for memory, which makes a step wait."""
+        """How often torch has asked the driver for memory. Each time a step has to wait."""
         if self.device.type != "cuda":
             return 0
         return int(torch.cuda.memory_stats(self.device)["num_device_alloc"])
@@ -183,8 +183,8 @@ class Bench:
         self.finish()
 
     def profile(self, steps: int, trace: Path) -> list[Event]:
-        """Profiles the device during some steps, after a step that finds it idle; writes `trace`
-        for chrome://tracing or Perfetto."""
+        """Profiles the device during `steps` steps, without the first, which finds it idle. Writes
+        `trace` for chrome://tracing or Perfetto."""
         on_gpu = self.device.type == "cuda"
         kinds = [torch.profiler.ProfilerActivity.CPU]
         kinds += [torch.profiler.ProfilerActivity.CUDA] if on_gpu else []

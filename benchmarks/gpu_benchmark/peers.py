@@ -14,7 +14,7 @@ STATIC_BATCH = 16
 
 
 def load(folder: Path, device: str) -> Any:
-    """A model by the folder's config.json, with weights created on the device."""
+    """A model with the folder's config.json and random weights, which are created on the device."""
     import transformers
 
     torch.set_grad_enabled(False)

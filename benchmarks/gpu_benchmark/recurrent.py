@@ -1,5 +1,4 @@
-"""The speed of recurrent layers on a GPU: decodes, whose states are read and written once, and
-prompts."""
+"""Measures recurrent layers on a GPU: prompts, and decodes, which read and write states once."""
 
 import itertools
 
@@ -20,7 +19,7 @@ from headrace_engine.operators.triton_recurrent import TritonRecurrences
 from .engine import best_seconds
 from .task import Report, Task
 
-# Those of Qwen3-Next, and of Kimi Linear, whose key channels decay by themselves.
+# The shapes of Qwen3-Next, and of Kimi Linear, in which each key channel has its own decay.
 QWEN, KIMI = DeltaShape(16, 32, 128, 128), DeltaShape(32, 32, 128, 128)
 WINDOW, BLOCK_BYTES = 4, 1 << 15
 CALLS = 8
@@ -63,7 +62,7 @@ def _layer(shape: DeltaShape, device: torch.device) -> GatedDelta:
 def _seconds(
     part: GatedDelta, shape: DeltaShape, runs: tuple[int, ...], device: torch.device, rounds: int
 ) -> float:
-    """Seconds of one call, of some that are launched together."""
+    """Seconds of one call, as the mean of several."""
     tensors = (conv_state(shape.channels, WINDOW, torch.bfloat16), shape.state)
     layout = StateLayout(tensors, 1, 1, BLOCK_BYTES)
     blocks = torch.randperm(len(runs) * layout.blocks, device=device).view(len(runs), -1)

@@ -15,8 +15,8 @@ WEIGHT_BYTES = {"": 2.0, "fp8": 1.0, "gptq": 0.5 + 2.5 / GROUP}
 class Shape:
     """A Llama in bfloat16 with random weights; `context` is its max_position_embeddings. With
     `experts` above 0 it is a mixture of experts of size `inner`; each token uses `chosen` of them.
-    Linear layers may be quantised to fp8 or to 4 bits (gptq). A `variant` is measured with fewer
-    sizes.
+    Linear layers may be quantised to fp8 or to 4 bits (gptq). For a `variant` of a model fewer
+    batches are measured.
     """
 
     hidden: int
@@ -154,6 +154,8 @@ def attention_operations(shape: Shape, new: int, keys: int) -> float:
 
 @dataclass(frozen=True)
 class Job:
+    """A request: the prompt's token ids, and the number of tokens to generate."""
+
     prompt: list[int]
     output: int
 

@@ -9,8 +9,9 @@ from typing import Any
 class Sizes:
     """Workload sizes: full on a GPU, or tiny, to check that everything runs.
 
-    `decodes` are (batch, context, goal), `few_decodes` those of variants of a model, `prefills`
-    (prompts, length), `lora` (batch, context, adapters, rank).
+    `decodes` are (batch, context, goal), `few_decodes` the same for variants of a model, `prefills`
+    (prompts, length), `lora` (batch, context, adapters, rank). Contexts and lengths are in tokens;
+    a goal is a share of the roofline.
     """
 
     device: str
@@ -70,7 +71,7 @@ TINY = Sizes(
     engine={"num_blocks": 256},
     model_shapes=False,
 )
-# All parts with tiny models, on a GPU or a stand-in for one.
+# All parts with tiny models, on a GPU or the null device.
 SMALL = replace(
     TINY, device="cuda", engine={"num_blocks": 256, "attention_backend": "triton"},
     peer={"num_blocks": 64, "max_batch_tokens": 64},

@@ -11,7 +11,7 @@ from .shapes import SHAPES, Roofs, Shape
 from .sizes import Sizes
 
 Report = Callable[..., None]
-# The maximal number of tokens of a step.
+# The most tokens of a step.
 BUDGET = 8192
 # The number of decode steps in a profile.
 PROFILED = 6

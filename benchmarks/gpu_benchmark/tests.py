@@ -1,9 +1,9 @@
-"""The tests that need a GPU, run by gpu.py in several processes at once: most of their time is the
-compiler's.
+"""Runs the tests that need a GPU, for gpu.py, in several processes, since most of the time goes to
+the compiler.
 
 Failures and skipped tests are reported immediately, so that a run that is cut short loses none. A
-process whose device a test has broken is replaced. After a test that hangs, gpu.py begins again,
-without the tests that have begun.
+process whose device a test has broken is replaced. After a test that hangs, gpu.py starts the tests
+again, without those that have begun.
 """
 
 import os
@@ -17,7 +17,7 @@ from .worker_plugin import LEFT_OUT
 
 ROOT = Path(__file__).parent.parent.parent
 TESTS = ROOT / "tests" / "test_engine"
-# Elsewhere these run in the interpreter; with a device, compiled.
+# Without a device these tests run in Triton's interpreter; with one they are compiled.
 COMPILED = (
     "test_small_batch_gemm.py",
     "test_triton_ops.py",

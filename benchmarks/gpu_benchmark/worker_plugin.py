@@ -5,7 +5,7 @@ import os
 import pytest
 import torch
 
-# The file, beside pytest's settings, with the names of tests that are not to be run.
+# The file with the names of tests that are not to be run, in the folder of pytest's settings.
 LEFT_OUT = "left-out.txt"
 
 

@@ -30,7 +30,7 @@ def _end(number: int, frame: FrameType | None) -> None:
 
 
 def _watch(read: int) -> None:
-    """Waits for the byte of a signal. Event loops have a descriptor of their own for these."""
+    """Waits for the byte of a signal. Event loops replace the descriptor with their own."""
     while number := os.read(read, 1):
         if number[0] in SIGNALS and signal.getsignal(number[0]) is _end:
             os._exit(0)

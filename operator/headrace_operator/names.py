@@ -27,7 +27,7 @@ REDIS_PASSWORD = f"{GROUP}/redis-password"
 
 DELETION_COST = "controller.kubernetes.io/pod-deletion-cost"
 VICTIM_COST = "-1000000"
-ENDED_COST = "-2000000"  # the cost of other pods, below those that still drain
+ENDED_COST = "-2000000"  # pods that have ended are removed before those that still drain
 NO_COST = "0"
 
 CONTAINER = "engine"
@@ -38,8 +38,8 @@ METRICS_PORT = 9400
 # A pod's name is its Deployment's plus 17 characters. Engine ids contain the pod's name as a host
 # name, which has at most 63 characters.
 MAX_NAME_CHARS = 40
-REDIS_USER_SUFFIX = "-engine-redis"  # of the names of Secrets with engines' Redis users
-CACHE_SUFFIX = "-cache"  # of the names of claims for downloads and kernels
+REDIS_USER_SUFFIX = "-engine-redis"  # ends the names of Secrets with engines' Redis users
+CACHE_SUFFIX = "-cache"  # ends the names of claims for downloads and kernels
 
 
 def selector(name: str) -> dict[str, str]:

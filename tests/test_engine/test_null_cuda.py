@@ -20,7 +20,7 @@ pytestmark = [
     pytest.mark.timeout(900),  # the first test waits for all scenes, and compiles their kernels
 ]
 DEVICE = ("capture_rules", "races", "full")
-# Their generations end as requests do, and leave no blocks in use.
+# Scenes whose requests end, and leave no blocks in use.
 FEATURES = (
     "eager",
     "deterministic",

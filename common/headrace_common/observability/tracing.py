@@ -220,7 +220,7 @@ def record_step_span(
     ended_ns: int,
     tokens: int,
 ) -> None:
-    """One engine step as a trace of its own that links to (some of) the requests in its batch.
+    """Writes one engine step as a separate trace, with links to (some) requests of its batch.
 
     For a sample of steps only, or for slow ones: `traces` are the requests' `trace` mappings.
     """

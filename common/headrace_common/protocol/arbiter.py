@@ -83,8 +83,8 @@ Action = Deliver | Send | Fail | Lost | Ignore
 
 class _Choice:
     __slots__ = (
+        "after_gap",
         "asked",
-        "behind_gap",
         "embedding",
         "finish_reason",
         "logprobs",
@@ -94,12 +94,12 @@ class _Choice:
 
     def __init__(self) -> None:
         self.token_ids: list[int] = []
-        self.logprobs: list[Logprobs] = []  # as many as tokens, unless no more are known
+        self.logprobs: list[Logprobs] = []  # one for each token, until a token without any
         self.finish_reason: str | None = None
         self.stop_token: int | None = None
         self.embedding: bytes | None = None
         self.asked = -1  # the gap for which a Resend was sent
-        self.behind_gap = 0
+        self.after_gap = 0
 
     def add(self, token_ids: Sequence[int], logprobs: Sequence[Logprobs] | None) -> None:
         if logprobs is not None and len(self.logprobs) == len(self.token_ids):
@@ -184,7 +184,7 @@ class Arbiter:
         if ended or asked < self._round or index != len(choice.token_ids):
             return None
         choice.add(token_ids, logprobs)
-        choice.asked, choice.behind_gap = -1, 0
+        choice.asked, choice.after_gap = -1, 0
         known_prompt = prompt if index == 0 else None
         return Deliver(number, token_ids, logprobs, None, None, cached, None, known_prompt)
 
@@ -261,7 +261,7 @@ class Arbiter:
             return [Ignore("duplicate")]
         logprobs = reply.logprobs and reply.logprobs[known - reply.index :]
         choice.add(new, logprobs)
-        choice.asked, choice.behind_gap = -1, 0
+        choice.asked, choice.after_gap = -1, 0
         if ends:
             self._end(choice, reply.finish_reason, reply.stop_token)
             choice.embedding = reply.embedding
@@ -287,8 +287,8 @@ class Arbiter:
     def _gap(self, sender: Sender, number: int) -> Sequence[Action]:
         choice = self._choices[number]
         known = len(choice.token_ids)
-        choice.behind_gap += 1
-        if choice.asked == known and choice.behind_gap % _ASK_AGAIN:
+        choice.after_gap += 1
+        if choice.asked == known and choice.after_gap % _ASK_AGAIN:
             return [Ignore("behind_gap")]
         choice.asked = known
         resend = Resend(request_id=self.request_id, choice=number, index=known)
@@ -334,7 +334,7 @@ class Arbiter:
         self.owner = sender
         self._distrusted = False
         for choice in self._choices:
-            choice.asked, choice.behind_gap = -1, 0
+            choice.asked, choice.after_gap = -1, 0
 
     def _completed_by(self, states: Sequence[ChoiceState]) -> bool:
         pairs = zip(self._choices, states, strict=True)

@@ -247,7 +247,7 @@ class Tokenizer:
     def token_to_id(self, token: str) -> int | None:
         return self._backend.token_to_id(token)
 
-    # Replacements of millions of special tokens are few objects.
+    # A text may have millions of special tokens, so replacements are made once for each kind.
 
     @cached_property
     def _placeholders(self) -> Mapping[str, str]:
@@ -363,7 +363,7 @@ def _special_tokens(*sources: Mapping[str, Any]) -> dict[str, str]:
 def _add_missing_tokens(
     backend: tokenizers.Tokenizer, config: Mapping[str, Any], specials: Mapping[str, str]
 ) -> None:
-    """Tokens that only tokenizer_config.json declares, in order of their ids as transformers."""
+    """Adds tokens that only tokenizer_config.json declares, by id, as transformers does."""
     known = {token.content for token in backend.get_added_tokens_decoder().values()}
     declared = config.get("added_tokens_decoder") or {}
     for _, token in sorted(declared.items(), key=lambda item: int(item[0])):

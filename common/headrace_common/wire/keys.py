@@ -1,7 +1,7 @@
 """Every Redis key of the queue protocol: its name, type, content and lifetime.
 
 All keys of one shard of a model share a hash tag, so that a script over them runs on one node of a
-cluster; gateways and engines have tags of their own. No other module builds a key.
+cluster; each gateway and engine has another tag. No other module builds a key.
 
 Every key that an engine may touch contains its model, so that a Redis user can be limited to one
 model.
@@ -333,9 +333,9 @@ def model_files(model: str) -> str:
     return f"mf:{{m}}:{model}"
 
 
-# Hash, a grant {name: msgpack RegistrationGrant} for each model whose engines have a Redis user of
-# their own; it applies to what they register. The creator of the user writes it. The empty field is
-# as MODELS_STORE.
+# Hash, a grant {name: msgpack RegistrationGrant} for each model whose engines have a separate
+# Redis user. It says what they may register. The creator of the user writes it. The empty field is
+# that of MODELS_STORE.
 GRANTS = "mg:{m}"
 
 

@@ -151,21 +151,20 @@ class AttendsInChunks(Protocol):
 def chunk_backend(backend: AttentionBackend) -> AttentionBackend:
     """The backend itself. Raises ConfigError if it does not attend in chunks."""
     if not isinstance(backend, AttendsInChunks):
-        raise ConfigError(
-            f"attention_backend {backend.name} does not attend in chunks: use attention_backend "
-            "auto"
-        )
+        raise _does_not_attend(backend, "in chunks")
     return backend
 
 
 def latent_backend(backend: AttentionBackend) -> LatentBackend:
     """The backend itself. Raises ConfigError if it does not attend to latents."""
     if not isinstance(backend, LatentBackend):
-        raise ConfigError(
-            f"attention_backend {backend.name} does not attend to latents (MLA): use "
-            "attention_backend auto"
-        )
+        raise _does_not_attend(backend, "to latents (MLA)")
     return backend
+
+
+def _does_not_attend(backend: AttentionBackend, how: str) -> ConfigError:
+    name = f"attention_backend {backend.name}"
+    return ConfigError(f"{name} does not attend {how}: use attention_backend auto")
 
 
 @runtime_checkable

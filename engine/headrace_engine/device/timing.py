@@ -56,5 +56,5 @@ class HostTimes:
 
 
 def begin_times(device: torch.device, clock: Clock) -> Times:
-    """Starts a measurement; `clock` counts seconds for devices without timers of their own."""
+    """Starts a measurement; `clock` returns seconds, for devices without timers."""
     return CudaTimes() if device.type == "cuda" else HostTimes(clock)

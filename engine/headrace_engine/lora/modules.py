@@ -17,7 +17,7 @@ Read = Callable[[str], torch.Tensor]
 
 _MODULE = re.compile(r"(?:model|language_model\.model|model\.language_model)\.layers\.(\d+)\.(.+)")
 _EXPERT = re.compile(r"(?:mlp|block_sparse_moe)\.experts\.(\d+)\.(\w+)")
-# PEFT wraps two parameters of one module one inside the other; their shapes distinguish them.
+# For two parameters of one module PEFT nests two wrappers; the shapes distinguish them.
 _FUSED_EXPERTS = re.compile(r"mlp\.experts(?:\.base_layer)?")
 # Llama's names for modules that checkpoints name otherwise.
 _RENAMED = {
@@ -104,8 +104,8 @@ class LinearModule:
 @dataclass(frozen=True, slots=True)
 class FusedExpertsModule:
     """Modules of all `experts`: A [experts * rank, in], B [out, rank * experts], in which an
-    expert's columns are `experts` apart. `transposed`: they are those of the transposed matrix, as
-    in PEFT before 0.19, so A and B are exchanged."""
+    expert's columns are `experts` apart. `transposed`: A and B are of the transposed matrix, as in
+    PEFT before 0.19, so they are exchanged."""
 
     layer: int
     linear: LinearName

@@ -1,12 +1,13 @@
-"""Runs a draft head: after each step over the step's tokens, and before the next one for drafts.
+"""Runs a draft head. After each step the head reads the step's tokens; before the next step it
+makes drafts.
 
-Its KV lies in the target's blocks, as that of further layers: blocks that are shared, copied,
-swapped or given up take it along. A position's KV depends on the token after it, too. So the last
-position of a shared prefix has the KV of the sequence that computed it, which may lower the
-acceptance of drafts and changes nothing else.
+The target's blocks also hold the head's KV, as if the head were further layers: it is shared,
+copied, swapped and freed with its block. The head's KV of a position also depends on the token
+after the position. So the last position of a shared prefix has the KV of the sequence that computed
+it. This may lower the acceptance of drafts and changes nothing else.
 
-Drafts after the first need KV of positions that the target may not have blocks for yet. It lies in
-scratch blocks behind the pool's: in a copy of the sequence's last block and in those after it.
+Drafts after the first need KV at positions for which the target may have no block yet. Scratch
+blocks after the pool's blocks hold it: a copy of the sequence's last block, then empty ones.
 """
 
 from collections.abc import Iterator
@@ -31,12 +32,12 @@ from .input_batch import build
 
 Ints = npt.NDArray[np.int64]
 Sampled = tuple[tuple[SampledToken, ...] | None, ...]
-# Stands for the token after a sequence whose logits were broken; the sequence ends.
+# The token after a sequence whose logits were broken. The sequence ends, so it is never used.
 NO_TOKEN = 0
 
 
 class DraftHeadRunner:
-    """The draft head of a placed model. `target` leaves the states that it reads."""
+    """The draft head of a placed model. It reads the states that `target` keeps after a step."""
 
     def __init__(
         self,
@@ -58,9 +59,9 @@ class DraftHeadRunner:
         self._first_scratch = 0
         self._read = _NOTHING
         self._current = _NOTHING
-        # The row of `_read` of each sequence, and how many tokens it has.
+        # By sequence: its row in `_read`, and the number of its tokens then.
         self._ready: dict[Sequence, tuple[int, int]] = {}
-        # The row of `_current` of each sequence in this round, and its place in the scratch blocks.
+        # By sequence: its row in `_current`, and its first scratch block.
         self._rows: dict[Sequence, int] = {}
         self._scratch: dict[Sequence, int] = {}
 
@@ -69,7 +70,7 @@ class DraftHeadRunner:
         self._caches, self._first_scratch = caches, num_blocks
 
     def read(self, scheduler_output: SchedulerOutput, sampled: Sampled) -> None:
-        """Computes the tokens that the target has just computed, without rejected drafts."""
+        """Reads the tokens that the target has just computed, without rejected drafts."""
         self._ready.clear()
         found = list(_accepted(scheduler_output, sampled))
         with torch.inference_mode():
@@ -99,11 +100,11 @@ class DraftHeadRunner:
         return tuple(None if token is None else token.token_id for token in tokens)
 
     def _step(self, rows: list[SampleRow]) -> HeadStates:
-        """Computes the last draft of each row."""
+        """Runs the head on the last draft of each row."""
         if not self._scratch:
             self._copy_last_blocks([row.sequence for row in rows])
         before = self._ints([self._rows[row.sequence] for row in rows])
-        hidden = self._current.following.index_select(0, before)
+        hidden = self._current.hidden.index_select(0, before)
         return self._head.forward(self._draft_batch(rows), hidden, self._caches)
 
     def _copy_last_blocks(self, sequences: list[Sequence]) -> None:
@@ -120,7 +121,7 @@ class DraftHeadRunner:
                 self._attention.copy_blocks(cache, copies)
 
     def _draft_batch(self, rows: list[SampleRow]) -> ForwardBatch:
-        """One token for each row: its last draft, at the position before the wanted one."""
+        """A batch with one token for each row: its last draft, one position before the next."""
         size, count = self._block_size, len(rows)
         positions = np.array([len(row.token_ids) - 2 for row in rows], dtype=np.int64)
         tables = np.zeros((count, int(positions.max()) // size + 1), dtype=np.int64)
@@ -184,7 +185,8 @@ class DraftHeadRunner:
 def _accepted(
     scheduler_output: SchedulerOutput, sampled: Sampled
 ) -> Iterator[tuple[ScheduledSequence, int, bool]]:
-    """Each run with its accepted drafts, the token after it, and whether that was sampled."""
+    """Yields each scheduled sequence with its accepted drafts only, the token after them, and
+    whether that token was sampled in this step."""
     tokens = iter(sampled)
     for item in scheduler_output.scheduled:
         known, end = item.sequence.token_ids, item.start + item.length
@@ -200,7 +202,7 @@ def _accepted(
 
 
 def _rows(states: HeadStates, rows: torch.Tensor) -> HeadStates:
-    return HeadStates(states.following.index_select(0, rows), states.normed.index_select(0, rows))
+    return HeadStates(states.hidden.index_select(0, rows), states.normed.index_select(0, rows))
 
 
 _NOTHING = HeadStates(torch.empty(0, 0), torch.empty(0, 0))

@@ -12,7 +12,7 @@ _OLD_ROPE = ("rope_scaling", "rope_theta")
 
 
 class OverriddenCheckpoint:
-    """A temporary folder with links to a checkpoint's files and a config.json of its own.
+    """A temporary folder with links to a checkpoint's files and a new config.json.
 
     The folder exists as long as this object.
     """
@@ -29,7 +29,8 @@ class OverriddenCheckpoint:
 
 
 def _merged(config: Mapping[str, Any], overrides: Mapping[str, Any]) -> dict[str, Any]:
-    """The fields of both. Old names of RoPE's fields replace parts of the new one."""
+    """The config with the overrides. Overrides by RoPE's old names change fields of
+    `rope_parameters`."""
     merged = {**config, **overrides}
     old = {name: overrides[name] for name in _OLD_ROPE if name in overrides}
     if not old or "rope_parameters" not in config or "rope_parameters" in overrides:

@@ -67,5 +67,5 @@ class RequestOutput:
     prompt_logprobs: list[dict[int, Logprob] | None] | None = None
     metrics: RequestMetrics | None = None
     lora_request: LoRARequest | None = None
-    # What DELTA leaves out may have been what ended the request.
+    # Whether the request has ended, even if its last choice is not among `outputs` (DELTA).
     finished: bool = False

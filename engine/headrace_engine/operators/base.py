@@ -1,4 +1,4 @@
-"""The element-wise operators of a decoder, behind one small protocol.
+"""The element-wise operators of a decoder, as one small protocol.
 
 `TorchOps` is plain torch, correct on every device and dtype, and the reference in the tests of
 native kernels. A faster set implements the same methods and is passed to the model instead.
@@ -136,8 +136,8 @@ class DependentOps(Protocol):
 
 
 class Float32NormOps:
-    """Wraps other operators for float32 norm weights beside a narrower dtype: norms are computed in
-    float32, and the residual sum stays float32 from the first layer on."""
+    """Wraps other operators for models whose norm weights are float32 and whose dtype is narrower.
+    Norms are computed in float32, and the residual sum stays float32 from the first layer on."""
 
     def __init__(self, inner: Ops) -> None:
         self._inner = inner

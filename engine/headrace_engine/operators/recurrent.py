@@ -1,8 +1,8 @@
-"""The parts of recurrent layers between their matrix products, behind one protocol.
+"""Recurrent layers without their matrix products, as one protocol.
 
-`TorchRecurrences` computes them in plain torch, one sequence after the other: right on every
-device, slow, and the reference in the tests of native kernels. Operators that are faster bring
-their own.
+`TorchRecurrences` computes them in plain torch, one sequence after the other: correct on every
+device, slow, and the reference in the tests of native kernels. Faster operators have other
+implementations.
 """
 
 from collections.abc import Callable
@@ -66,7 +66,7 @@ class DeltaWeights:
     """A gated delta net without its products. `a_log`, `dt_bias` [Hv] are float32; `norm` [V].
 
     Kimi Delta Attention (https://arxiv.org/abs/2510.26692) is one in which each channel of a key
-    decays by itself: `dt_bias` is [Hv, K]. Its gate is a sigmoid.
+    has its own decay: `dt_bias` is [Hv, K]. Its gate is a sigmoid.
     """
 
     convolution: Convolution
@@ -82,7 +82,7 @@ class DeltaWeights:
 
 
 class GatedDelta(Protocol):
-    """A gated delta net between its products."""
+    """A gated delta net without its matrix products."""
 
     def __call__(
         self,
@@ -96,7 +96,8 @@ class GatedDelta(Protocol):
         """Advances the states of recurrent layer `layer`, and returns [T, Hv * V].
 
         `mixed` [T, C] are queries, keys and values; `gate` is [T, Hv, V]; `beta` and `decay`
-        [T, Hv] are the inputs of both. `decay` is [T, Hv * K] if channels decay by themselves.
+        [T, Hv] are the layer's inputs for both, before sigmoid and softplus. `decay` is
+        [T, Hv * K] if each channel has its own decay.
         """
 
 
@@ -145,7 +146,7 @@ class Mamba2Weights:
 
 
 class StateSpace(Protocol):
-    """A Mamba-2 layer between its products."""
+    """A Mamba-2 layer without its matrix products."""
 
     def __call__(
         self,
@@ -176,7 +177,7 @@ class MambaWeights:
 
 
 class SelectiveScan(Protocol):
-    """A Mamba layer between its outer products."""
+    """A Mamba layer without its first and last matrix product."""
 
     def __call__(
         self,
@@ -219,7 +220,7 @@ class Recurrences(Protocol):
 
 @runtime_checkable
 class RecurrentOps(Protocol):
-    """Operators with recurrences of their own."""
+    """Operators that implement recurrences."""
 
     @property
     def recurrences(self) -> Recurrences: ...
@@ -256,7 +257,7 @@ Advance = Callable[
 def scan(
     layer: int, memory: StateMemory, inputs: tuple[torch.Tensor, ...], advance: Advance
 ) -> torch.Tensor:
-    """Advances the states of layer number `layer` of those with a state, and writes them.
+    """Advances the states of recurrent layer `layer`, and writes them.
 
     `inputs` [T, ...] are cut into runs. Returns the outputs of all tokens.
     """

@@ -1,7 +1,7 @@
 """Reads and writes recurrent states in the blocks of the KV cache.
 
-A block's bytes in a layer's cache are those of all its tensors, one after the other, whatever the
-attention backend keeps there.
+A cache's tensors are read as bytes, whatever the attention backend stores in them. A block's bytes
+are those of its part of each tensor, one after the other.
 """
 
 from collections.abc import Sequence
@@ -16,7 +16,7 @@ from ..core.recurrent_state import StateBatch, StateLayout
 
 @dataclass(frozen=True, slots=True)
 class StateMemory:
-    """The states of one step in `caches`, which are those of the layers with KV."""
+    """The states of one step, which are stored in `caches`, the caches of the layers with KV."""
 
     layout: StateLayout
     caches: Sequence[LayerCache]

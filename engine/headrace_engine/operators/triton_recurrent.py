@@ -1,9 +1,9 @@
-"""The recurrent parts of layers through Triton kernels: states stay in their blocks, and the host
-waits for nothing. Plain torch computes what the kernels do not support.
+"""Recurrent parts of layers by Triton kernels, which read and write states in their blocks. The
+host never waits for the device. Plain torch computes what the kernels do not support.
 
-The grids of steps whose runs are all short depend on the number of sequences alone, so these steps
-can be recorded. A recorded batch has fixed addresses; the first block of a row of `targets` is
-negative where nothing is to be written.
+If all runs of a step are short, the kernels' grids depend only on the number of sequences, so
+CUDA graphs can record the step. A recorded batch has fixed addresses; a row of `targets` whose
+first block is negative is not written.
 """
 
 from collections.abc import Sequence
@@ -60,7 +60,7 @@ WARP_ELEMENTS = 2048
 
 
 class TritonRecurrences:
-    """Makes recurrent parts that run through Triton."""
+    """Makes recurrent parts that Triton kernels compute."""
 
     def __init__(
         self, dependent_launches: DependentLaunches, launches: RecurrentLaunches = RECURRENT
@@ -81,7 +81,7 @@ class TritonRecurrences:
 
 
 class TritonGatedDelta:
-    """A gated delta net between its products, through Triton."""
+    """A gated delta net without its matrix products, by Triton kernels."""
 
     def __init__(self, weights: DeltaWeights, steps: "_Steps") -> None:
         self._torch, self._steps = TorchGatedDelta(weights), steps
@@ -176,7 +176,7 @@ class TritonGatedDelta:
 
 
 class TritonStateSpace:
-    """A Mamba-2 layer between its products, through Triton."""
+    """A Mamba-2 layer without its matrix products, by Triton kernels."""
 
     def __init__(self, weights: Mamba2Weights, steps: "_Steps") -> None:
         self._torch, self._steps = TorchStateSpace(weights), steps
@@ -237,7 +237,7 @@ class TritonStateSpace:
 
 
 class TritonSelectiveScan:
-    """A Mamba layer between its outer products, through Triton."""
+    """A Mamba layer without its first and last matrix product, by Triton kernels."""
 
     def __init__(self, weights: MambaWeights, steps: "_Steps") -> None:
         self._torch, self._steps = TorchSelectiveScan(weights), steps
@@ -272,7 +272,7 @@ class TritonSelectiveScan:
 
 
 class TritonShortConvolution:
-    """A convolution between two gates, through Triton."""
+    """A convolution between two gates, by Triton kernels."""
 
     def __init__(self, convolution: Convolution, steps: "_Steps") -> None:
         self._torch, self._steps = TorchShortConvolution(convolution), steps
@@ -314,11 +314,11 @@ class _Taps:
 class _Table:
     """A step's runs on the device, all int32.
 
-    `writes`: the first token of each sequence; where its writes begin; after which token each of
-    them is done; and its row of targets, a sequence's own state last. `short` are the sequences
-    with few tokens, `long` the others, `all` both. Chunks (their sequences, first tokens, ends) are
-    those of `long`; `pieces` those of all sequences, with whole sequences if all are short.
-    `longest` is the most tokens of a sequence.
+    `writes` are four tensors: the first token of each sequence; the number of each sequence's first
+    write; the token after which each write happens; each write's row of targets. A sequence's own
+    state is written last. `short` are the sequences with few tokens, `long` the others, `all` both.
+    `chunks` (sequences, first tokens, ends) are the chunks of `long`. `pieces` are the whole
+    sequences of `short`, then `chunks`. `longest` is the number of tokens of the longest sequence.
     """
 
     batch: StateBatch
@@ -332,7 +332,7 @@ class _Table:
 
     @classmethod
     def of(cls, batch: StateBatch, tokens: int, least: int, move: Transfer) -> "_Table":
-        """The table of a batch: chunks have up to `tokens` tokens, long runs `least` or more."""
+        """A batch's table. Chunks have up to `tokens` tokens, long sequences `least` or more."""
         count = len(batch.fresh)
         starts, ends = [0] * count, [0] * count
         writes: list[tuple[int, int, int]] = []
@@ -379,8 +379,8 @@ def _columns(rows: Sequence[tuple[int, int, int]]) -> list[np.ndarray]:
 
 @dataclass(frozen=True, slots=True)
 class _Pages:
-    """The memory of a place as elements of one dtype: two tensors, and a block's elements in
-    each."""
+    """A layer's cache as elements of one dtype: two tensors, and the number of a block's elements
+    in each."""
 
     tensors: tuple[torch.Tensor, torch.Tensor]
     sizes: tuple[int, int]
@@ -406,7 +406,7 @@ class _Step:
 
     @property
     def constants(self) -> dict[str, int]:
-        """Where the second tensor of a state is."""
+        """The kernels' constants for the place of a state's second tensor."""
         elements, more = self.matrix.sizes
         return {"FIRST": self.first, "ELEMENTS": elements, "MORE": more}
 
@@ -461,13 +461,13 @@ class _Step:
 
 
 class _Steps:
-    """Describes the states of a step; what layers share is made once."""
+    """Makes the description of each layer's states; the layers of a step share one table."""
 
     def __init__(self, dependent_launches: DependentLaunches, launches: RecurrentLaunches) -> None:
         self._dependent_launches, self.launches = dependent_launches, launches
         self._transfer: Transfer | None = None
         self._table: _Table | None = None
-        # By place: its cache, and that as elements of windows and of matrices.
+        # By the layer's place: its cache, and its views as elements of windows and of matrices.
         self._pages: dict[int, tuple[LayerCache, _Pages, _Pages]] = {}
 
     def step(self, x: torch.Tensor, taps: _Taps, layer: int, memory: StateMemory) -> _Step | None:

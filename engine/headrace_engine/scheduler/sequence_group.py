@@ -42,7 +42,7 @@ class SequenceGroup:
             self.prompt_logprobs += found[len(self.prompt_logprobs) - start :]
 
     def take_prompt_logprobs(self) -> tuple[TokenLogprobs, ...] | None:
-        """Returns those of the whole prompt, once."""
+        """Returns the prompt's log probabilities the first time, then None."""
         found, self.prompt_logprobs = self.prompt_logprobs, None
         return None if found is None else tuple(found)
 

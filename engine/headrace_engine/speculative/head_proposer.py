@@ -1,7 +1,7 @@
 """Drafts from a head that reads the target's hidden states (MTP, EAGLE-3).
 
-The runner keeps the head's KV complete after every step, so nothing is read before a draft. Each
-draft after the first is one small step of the head.
+The runner keeps the head's KV complete after every step, so a draft needs no prefill. Each draft
+after the first is one small step of the head.
 """
 
 import time
@@ -14,18 +14,18 @@ from .step_cost_model import StepCostModel
 
 
 class DraftingHead(Protocol):
-    """A head that has read all tokens of the sequences of the last step."""
+    """A head, which reads the tokens of every step."""
 
     def is_ready(self, sequence: Sequence) -> bool:
-        """Whether it has read all tokens of a sequence."""
+        """Whether the head has read all tokens of a sequence."""
 
     def draft(self, rows: list[SampleRow]) -> tuple[int | None, ...]:
-        """The next draft of each sequence after the drafts in `ahead`, of which all have the same
-        number: none at first, then one more at each call. None for a row with broken logits."""
+        """The next draft of each row, after the drafts in `ahead`. All rows have the same number
+        of drafts: none at first, one more at each call. None for a row with broken logits."""
 
 
 class HeadProposer:
-    """Proposes drafts with a head. `clock` counts seconds."""
+    """Proposes drafts with a head. `clock` returns seconds."""
 
     def __init__(
         self, head: DraftingHead, *, clock: Callable[[], float] = time.perf_counter

@@ -3,8 +3,8 @@
 So its engines can touch only their model's keys. Redis replicates no users, so each replica gets
 them too and has them when it becomes master. Level-triggered: checks all ModelServices at
 intervals, and soon after one has changed. Reads no Secret: passwords are derived from a key and an
-annotation, whose change makes a new password. The new one is valid immediately, the old one until
-all pods have the new one.
+annotation; a change of the annotation makes a new password. The new one is valid immediately, the
+old one until all pods have the new one.
 """
 
 import base64
@@ -107,7 +107,7 @@ class RedisUsers(PeriodicTask):
     async def _claims(self) -> list[tuple[ModelService, str]]:
         """The ModelServices with engines in this Redis, each with its annotation.
 
-        Of each served name only the oldest, since only its engines serve that model.
+        If several have one served name, only the oldest: only its engines serve that model.
         """
         found = await self._cluster.list(names.API_VERSION, names.KIND, self._namespace, {})
         oldest_first = sorted(found, key=lambda body: body["metadata"].get("creationTimestamp", ""))

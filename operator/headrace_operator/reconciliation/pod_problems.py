@@ -29,7 +29,7 @@ _BAD_WAITS = {
         )
     },
 }
-# Error codes with a word of their own; for others the word is the code in camel case.
+# Words for some error codes; for others the word is the code in camel case.
 _WORDS = {"backend_unavailable": "RedisUnreachable", "backend_unfit": "RedisUnfit"}
 
 

@@ -14,7 +14,7 @@ class AdapterSpec(SpecSection):
     name: str = Field(min_length=1, max_length=256)
     """Name that clients ask for, as they do for a model."""
     path: AbsolutePath | None = None
-    """Folder inside the pod, as /model/adapters/sql in the model's own volume."""
+    """Folder inside the pod, such as /model/adapters/sql in the model's volume."""
     persistent_volume_claim: ClaimModel | None = None
     """From a volume."""
     image: ImageModel | None = None
@@ -41,7 +41,7 @@ class LoRASpec(SpecSection):
         ),
     )
     adapters: tuple[AdapterSpec, ...] = Field(min_length=1, max_length=128, strict=False)
-    """Adapters that every engine has; each is a model of its own to clients."""
+    """Adapters that every engine has; clients see each one as a separate model."""
     max_loras: int = Field(1, ge=1, le=128)
     """Different adapters that one engine runs at once; each takes device memory."""
     max_lora_rank: int = Field(16, ge=1, le=1024)

@@ -1,7 +1,7 @@
 """The client's end of a connection, as the kernel knows it.
 
-The server learns that a client has left when it reads the connection again, which may be some turns
-of the event loop later. By then it would have begun work that no client waits for.
+Without this module the server notices that a client has left only when it reads the connection
+again, some turns of the event loop later. Until then it would begin work that no client waits for.
 """
 
 import asyncio
@@ -47,7 +47,7 @@ class Peer:
 
 
 def _descriptor(transport: asyncio.Transport) -> int | None:
-    """Returns the file descriptor of a transport's socket, if it takes bytes unchanged."""
+    """Returns the file descriptor of a transport's socket; None if it is not plain TCP."""
     connected = transport.get_extra_info("socket")
     if connected is None or transport.get_extra_info("sslcontext") is not None:
         return None

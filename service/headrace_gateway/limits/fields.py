@@ -20,7 +20,7 @@ class _FirstFault(FailFast):
 
 @dataclass(frozen=True, slots=True)
 class BoundedBy:
-    """Notes on a text's type that `what` bounds its length, for code that looks for bounds."""
+    """Marks a text type whose length `what` bounds; checks that every field is bounded read it."""
 
     what: str
 

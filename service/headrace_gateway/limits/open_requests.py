@@ -5,7 +5,7 @@ from .tenant_counts import TenantCounts
 
 
 class OpenRequests:
-    """Counts the open requests of each tenant; one tenant may have `most`."""
+    """Counts the open requests of each tenant; a tenant may have up to `most`."""
 
     def __init__(self, most: int) -> None:
         self._most = most

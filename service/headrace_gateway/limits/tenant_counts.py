@@ -1,14 +1,14 @@
-"""Counts what tenants have at the moment."""
+"""Counts requests or other things of each tenant."""
 
 
 class TenantCounts:
-    """A number for each tenant; tenants with none take no memory."""
+    """A count for each tenant. A tenant whose count is 0 takes no memory."""
 
     def __init__(self) -> None:
         self._counts: dict[str, int] = {}
 
     def __len__(self) -> int:
-        """The number of tenants that have some."""
+        """The number of tenants whose count is not 0."""
         return len(self._counts)
 
     def of(self, tenant: str) -> int:

@@ -1,24 +1,24 @@
-"""Begins requests in turn, so that many of one tenant at once leave the event loop to others."""
+"""Lets tenants begin requests in turn, so that many requests of one tenant do not delay others."""
 
 import asyncio
 from collections import deque
 
 from .tenant_counts import TenantCounts
 
-# The number of a tenant's requests that begin in one turn of the event loop. Each takes the loop
-# for about a millisecond, and the first token of another tenant's request takes about ten turns.
-# More in one turn would share packets to Redis.
-BEGUN_A_TURN = 2
+# The number of a tenant's requests that begin in one turn of the event loop. Each one occupies the
+# loop for about a millisecond, and the first token of another tenant's request takes about ten
+# turns. A larger number would send more requests to Redis in one packet.
+BEGIN_PER_TURN = 2
 
 
 class RequestTurns:
-    """Lets each tenant begin `most` requests in one turn of the event loop; the others wait in
-    line.
+    """Lets each tenant begin up to `most` requests in one turn of the event loop; further ones
+    wait.
 
-    A tenant that is alone does not wait, since no other one would gain. Use it on one event loop.
+    If only one tenant has requests, they do not wait. All calls must come from one event loop.
     """
 
-    def __init__(self, most: int = BEGUN_A_TURN) -> None:
+    def __init__(self, most: int = BEGIN_PER_TURN) -> None:
         self._most = most
         self._open = TenantCounts()
         self._begun: dict[str, int] = {}
@@ -26,7 +26,7 @@ class RequestTurns:
         self._running = False
 
     def open(self, tenant: str) -> None:
-        """Notes a request, which may begin now or later, until `close`."""
+        """Counts a request of the tenant from before it begins until `close`."""
         self._open.add(tenant)
 
     def close(self, tenant: str) -> None:

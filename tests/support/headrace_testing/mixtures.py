@@ -193,8 +193,8 @@ class Matrices:
 
 
 class QuantizedMatrices(Matrices):
-    """A mixture's matrices in integers of `bits` bits, a scale and a zero point for each `size`
-    inputs; symmetric ones have all zero points in the middle."""
+    """A mixture's matrices in integers of `bits` bits, with a scale and a zero point for each
+    `size` inputs. If `symmetric`, all zero points are in the middle."""
 
     def __init__(
         self, mixture: Mixture, bits: int, size: int, symmetric: bool, device: torch.device

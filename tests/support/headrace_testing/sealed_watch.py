@@ -2,9 +2,8 @@
 process, since tests measure their own: `python -m headrace_testing.sealed_watch FOLDER KEYRING
 PID`.
 
-Looks for them in the memory of the queue servers below the process PID, and when its input
-ends, in all append-only files below FOLDER; then it prints its Findings as JSON. A process of its
-own, since tests measure what happens in theirs.
+Searches the memory of the queue servers below the process PID and, when its input ends, all
+append-only files below FOLDER. Then it prints its Findings as JSON.
 """
 
 import json

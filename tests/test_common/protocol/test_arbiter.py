@@ -348,7 +348,7 @@ class Play:
         self.rng = random.Random(seed)
         self.most = 12
         self.arbiter = Arbiter("r", choices)
-        self.twin = Arbiter("r", choices)  # one that is asked within a single check first
+        self.twin = Arbiter("r", choices)  # one that is first asked by `follow`
         self.engines: list[PlayedEngine] = []
         self.past: list[tuple[PlayedEngine, Reply]] = []
         self.got: list[list[int]] = [[] for _ in range(choices)]

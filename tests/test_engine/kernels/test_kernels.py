@@ -129,10 +129,10 @@ def test_other_dtypes_and_layouts_are_computed_by_torch(ops: NativeOps) -> None:
     assert torch.equal(ops.rms_norm(half, weight, 1e-6), plain.rms_norm(half, weight, 1e-6))
     assert torch.equal(ops.silu_mul(half), plain.silu_mul(half))
     assert torch.equal(ops.argmax(half)[0], half.argmax(-1))
-    turned = random(64, 6, dtype=torch.float32).T
-    close(ops.silu_mul(turned), plain.silu_mul(turned))
-    added = ops.add_rms_norm(turned, turned, weight.float(), 1e-6)
-    close(added[0], plain.add_rms_norm(turned, turned, weight.float(), 1e-6)[0])
+    transposed = random(64, 6, dtype=torch.float32).T
+    close(ops.silu_mul(transposed), plain.silu_mul(transposed))
+    added = ops.add_rms_norm(transposed, transposed, weight.float(), 1e-6)
+    close(added[0], plain.add_rms_norm(transposed, transposed, weight.float(), 1e-6)[0])
 
 
 def test_zero_rows_are_allowed(ops: NativeOps, dtype: torch.dtype) -> None:
@@ -171,7 +171,7 @@ def test_amx_that_gives_wrong_products_is_not_used(monkeypatch: pytest.MonkeyPat
 
 
 def test_ops_without_a_library_are_torch(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(library.FORCE_ISA, "of another world")
+    monkeypatch.setenv(library.FORCE_ISA, "no-such-set")
     assert isinstance(make_ops(CPU), TorchOps)
 
 

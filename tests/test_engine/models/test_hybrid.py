@@ -126,7 +126,7 @@ def test_forked_choices_give_the_same_tokens(runner: ModelRunner, paths: list[Gr
 def test_another_engine_continues_with_the_same_tokens(
     runner: ModelRunner, paths: list[GreedyPath]
 ) -> None:
-    """It knows the prompt, and the tokens that the client has of an engine that died."""
+    """It gets the prompt, and the tokens that the client received from an engine that died."""
     engine = Engine(engine_config(Path("unused")), runner)
     requests = [
         replace(request(str(at), path.prompt, greedy(LENGTH)), resume=(path.output[: 1 + at],))

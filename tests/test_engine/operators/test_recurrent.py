@@ -1,4 +1,4 @@
-"""Native recurrences beside those in torch, for every instruction set that this CPU runs: ragged
+"""Native recurrences against those in torch, for every instruction set that this CPU runs: ragged
 batches, states in scattered blocks, snapshots; chunks give the same bits as the whole."""
 
 from collections.abc import Iterator
@@ -23,9 +23,10 @@ from headrace_testing.recurrent_scenes import (
     written,
 )
 
-# Of float32, and of outputs rounded to bfloat16.
+# The bounds of errors in float32, and of outputs rounded to bfloat16.
 EXACT, ROUNDED = 2e-5, 5e-3
-# Of the length of the difference to all outputs, where bfloat16 is rounded in between.
+# The bound of the difference's norm, relative to that of all outputs, if intermediate results are
+# rounded to bfloat16.
 ROUNDED_BEFORE = 1e-2
 # The others are computed in torch.
 NATIVE = [name for name in SCENES if "by channel" not in name]

@@ -75,7 +75,7 @@ class Rotation:
         weights = random(2, 16, dtype=dtype, seed=7)
         self.norm = QKNorm(weights[0], weights[1]) if normed else None
 
-    def turned(self, ops: Ops) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    def rotated(self, ops: Ops) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         return ops.rotate_qkv(self.qkv.clone(), self.cos, self.sin, self.shape, self.norm)
 
     def rows(self) -> QKVRows:
@@ -87,8 +87,8 @@ class Rotation:
 @pytest.mark.parametrize(("normed", "interleaved"), [(False, False), (True, False), (True, True)])
 def test_rotation(dtype: torch.dtype, pairs: int, normed: bool, interleaved: bool) -> None:
     rotation = Rotation(dtype, pairs, normed, interleaved)
-    expected = rotation.turned(TorchOps())
-    for found, one in zip(rotation.turned(TritonOps()), expected, strict=True):
+    expected = rotation.rotated(TorchOps())
+    for found, one in zip(rotation.rotated(TritonOps()), expected, strict=True):
         same(found, one)
 
 
@@ -105,7 +105,7 @@ def test_rotation_that_writes_keys_and_values(dtype: torch.dtype, wide_norm: boo
     caches = [backend.allocate(3, spec), backend.allocate(3, spec)]
     metadata, params = two_sequences(), LayerParams(0.25)
     found = backend.forward_qkv(rotation.rows(), caches[0], metadata, params)
-    same(found, backend.forward(*rotation.turned(ops), caches[1], metadata, params))
+    same(found, backend.forward(*rotation.rotated(ops), caches[1], metadata, params))
     for part, expected in zip(*caches, strict=True):
         same(part, expected)
     assert caches[0][1][2, :, 0].eq(rotation.qkv[0, 12 * 16 :].view(3, 16)).all()
@@ -121,7 +121,7 @@ def test_rotation_that_writes_8_bit_floats() -> None:
     caches = [backend.allocate(3, spec), backend.allocate(3, spec)]
     metadata, params = two_sequences(), LayerParams(0.25, key_scale=0.5, value_scale=3.0)
     found = backend.forward_qkv(rotation.rows(), caches[0], metadata, params)
-    expected = backend.forward(*rotation.turned(TorchOps()), caches[1], metadata, params)
+    expected = backend.forward(*rotation.rotated(TorchOps()), caches[1], metadata, params)
     torch.testing.assert_close(found, expected, rtol=0.1, atol=0.1)
     for part, other in zip(*caches, strict=True):
         assert part.float().ne(other.float()).sum() <= 2
@@ -154,8 +154,8 @@ def test_inputs_that_the_kernels_do_not_support_are_computed_by_torch() -> None:
 def test_a_model_gives_the_tokens_of_the_reference(
     checkpoint: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Prefill in chunks beside decodes, with grouped heads and QK norms, every step through
-    Triton."""
+    """Steps have chunks of prompts and decodes, with grouped heads and QK norms. Triton
+    computes every step."""
     folder: Path = checkpoint("qwen3")
     prompts: list[Any] = [{"prompt_token_ids": list(range(3, 3 + n))} for n in (18, 4)]
     params = SamplingParams(temperature=0.0, ignore_eos=True, max_tokens=3)

@@ -129,12 +129,12 @@ def test_a_beam_waits_for_slower_beams_of_its_request() -> None:
     params = beams(3, n=3, max_tokens=12, ignore_eos=True)
     late = make_request("late", range(1, 9), params=params, arrival=1.0)
     rig.add(early, late)
-    parked = 0
+    waited = 0
     while rig.scheduler.has_work:
         rig.step()
         done = [seq for seq in rig.scheduler.running() if seq.request.request_id == "late"]
-        parked += any(seq not in scheduled(rig) for seq in done)
-    assert parked > 0, "all of them computed in every step"
+        waited += any(seq not in scheduled(rig) for seq in done)
+    assert waited > 0, "all of them computed in every step"
     assert answer(rig, "late") == expected(rig, late)
 
 

@@ -151,8 +151,8 @@ def test_urgent_requests_preempt_for_blocks_the_latest_first_and_no_more_than_ne
 
 @pytest.mark.parametrize("tokens", [12, 14])
 def test_nothing_is_preempted_if_that_would_not_be_enough(tokens: int) -> None:
-    """12 tokens would fit beside the present blocks of the more urgent request, but not beside its
-    full length."""
+    """12 tokens would fit next to the more urgent request now, but not once it has its full
+    length."""
     rig = make_rig(num_blocks=8, policy=Priority())
     rig.add(make_request("first", [1] * 20, params=params(6), priority=-2))
     rig.add(make_request("small", [2] * 2, params=params(6)))

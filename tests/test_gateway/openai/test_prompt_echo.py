@@ -139,7 +139,7 @@ async def test_prompt_logprobs_are_vllms(gateway: Gateway) -> None:
     assert {one.sampling.prompt_logprobs for one in gateway.engine.submitted} == {1}
 
 
-async def test_a_chat_returns_prompt_logprobs_beside_its_choices(gateway: Gateway) -> None:
+async def test_a_chat_returns_prompt_logprobs_next_to_its_choices(gateway: Gateway) -> None:
     plain = gateway.engine.say(ANSWER)
 
     def script(request: GenerateRequest) -> Sequence[Delta]:

@@ -134,7 +134,7 @@ async def test_redirects_are_not_followed() -> None:
     assert set(paths) == {"/prom/api/v1/query"}
 
 
-async def test_pods_are_not_followed_elsewhere() -> None:
+async def test_redirects_of_pods_are_not_followed() -> None:
     async def answer(request: web.Request) -> web.StreamResponse:
         if request.path == "/metrics":
             raise web.HTTPFound("/elsewhere")

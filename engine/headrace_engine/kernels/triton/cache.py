@@ -125,8 +125,8 @@ def rotate_kernel(
     """Program (token, `HEADS` heads of one kind): queries, then keys, then (with STORE) values.
 
     Normalises queries and keys (with NORM) and rotates the first 2 WIDTH elements of each head.
-    Writes queries to `output` [T, heads, HEAD_DIM]; keys after them, or with STORE to the caches,
-    as values.
+    Writes queries to `output` [T, heads, HEAD_DIM]. Keys follow them there; with STORE keys and
+    values are written to the caches instead.
     """
     token = tl.program_id(0).to(tl.int64)
     chunk = tl.program_id(1)

@@ -1,6 +1,6 @@
 """Causal convolutions of recurrent layers, whose states are windows of past inputs.
 
-A window [C, SIZE - 1] of a sequence is the first tensor of its state; see `states` for its place.
+A sequence's window [C, SIZE - 1] is the first tensor of its state; `states` describes its place.
 """
 
 import triton.language as tl
@@ -123,8 +123,8 @@ def write_windows(
     ELEMENTS: tl.constexpr,
     MORE: tl.constexpr,
 ) -> None:
-    """Writes the windows of a sequence's channels after all its runs. The last one may replace the
-    one at `source`."""
+    """Writes the window of a sequence's channels after each of its runs. The last one may replace
+    the one at `source`."""
     tl.debug_barrier()
     for write in range(tl.load(write_starts + sequence), tl.load(write_starts + sequence + 1)):
         target = targets + tl.load(write_rows + write).to(tl.int64) * stride
@@ -217,8 +217,8 @@ def window_kernel(
     MORE: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ) -> None:
-    """Program (sequence of `sequences`, BLOCK channels): writes the windows after its runs, when
-    the convolution has read the one before."""
+    """Program (sequence of `sequences`, BLOCK channels): writes the windows after its runs. Runs
+    after the kernel of the convolution, which reads the window before the runs."""
     await_earlier(DEPENDENT)
     sequence = tl.load(sequences + tl.program_id(0)).to(tl.int64)
     channels = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)

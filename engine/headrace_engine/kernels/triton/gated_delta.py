@@ -1,10 +1,12 @@
-"""Gated delta nets (https://arxiv.org/abs/2412.06464) between their products.
+"""Gated delta nets (https://arxiv.org/abs/2412.06464), without the matrix products before and
+after them.
 
-Short runs are advanced token by token in one launch. Of longer runs, chunks of tokens are turned
-into products. With the decays' sums g, let A[i, j] = beta_i (k_i k_j) exp(g_i - g_j) for j < i. The
-inverse of I + A gives what each token changes, apart from the state before the chunk. A head's
-state then passes from chunk to chunk. Where each key channel decays by itself (Kimi Delta
-Attention), all runs are advanced token by token.
+Short runs are computed token by token in one launch. Longer runs are cut into chunks, which are
+computed by matrix products. Let g be the cumulative sums of a chunk's logarithmic decays, and
+A[i, j] = beta_i (k_i k_j) exp(g_i - g_j) for j < i. The inverse of I + A gives each token's change
+of the state if the state before the chunk is zero. A second kernel passes a head's state from chunk
+to chunk. If each key channel has its own decay (Kimi Delta Attention), all runs are computed token
+by token.
 """
 
 import triton.language as tl
@@ -32,7 +34,7 @@ def gated_norm(
 
 @jit
 def head_scale(x: tl.tensor) -> tl.tensor:
-    """The factors that give the rows of x [T, K] the length 1."""
+    """The factors [T] that scale the rows of x [T, K] to length 1."""
     wide = x.to(tl.float32)
     return tl.rsqrt(tl.sum(wide * wide, 1) + 1e-6)
 
@@ -41,7 +43,7 @@ def head_scale(x: tl.tensor) -> tl.tensor:
 def token_decay(
     decay: tl.tensor, rates: tl.tensor, dt_bias: tl.tensor, head: tl.tensor
 ) -> tl.tensor:
-    """The logarithm of what a head keeps of its state."""
+    """The logarithm of the factor by which a head's state decays at a token."""
     raised = decay.to(tl.float32) + tl.load(dt_bias + head)
     return tl.load(rates + head) * softplus(raised)
 
@@ -56,7 +58,8 @@ def kept_share(
     KEY_DIM: tl.constexpr,
     BY_CHANNEL: tl.constexpr,
 ) -> tl.tensor:
-    """What a token keeps of a head's state: one number, or one of each key channel."""
+    """The factor by which a head's state decays at a token: one number [1, 1], or one for each key
+    channel [K, 1]."""
     if BY_CHANNEL:
         at = head * KEY_DIM + keys
         raised = tl.load(decay + at, mask=keys < KEY_DIM, other=0.0).to(tl.float32)
@@ -115,9 +118,9 @@ def gated_delta_kernel(
     DEPENDENT: tl.constexpr,
 ) -> None:
     """Program (sequence of `sequences`, key head): advances the states of the SHARED value heads of
-    a key head through a sequence's tokens. The programs of a sequence share no window.
+    a key head through a sequence's tokens. No two programs use the same channels of a window.
 
-    BY_CHANNEL: `decay` [T, Hv * K] has a decay of each key channel, and gates are sigmoids.
+    BY_CHANNEL: `decay` [T, Hv * K] has a decay for each key channel, and gates are sigmoids.
     """
     await_earlier(DEPENDENT)
     sequence = tl.load(sequences + tl.program_id(0)).to(tl.int64)
@@ -228,7 +231,8 @@ def chunk_decays(
     rates: tl.tensor,
     dt_bias: tl.tensor,
 ) -> tl.tensor:
-    """The sum of a head's decays from the chunk's first token to each; the same after its end."""
+    """The cumulative sums [T] of a head's logarithmic decays in a chunk. After the chunk's end they
+    stay constant."""
     mask = tokens < end
     found = tl.load(decay + tokens.to(tl.int64) * stride + head, mask=mask, other=0.0)
     return tl.cumsum(tl.where(mask, token_decay(found, rates, dt_bias, head), 0.0), 0)
@@ -265,9 +269,9 @@ def delta_chunk_kernel(
     EXACT: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ) -> None:
-    """Program (chunk, value head): what the tokens of a chunk change without a state before them,
-    `changes` [T, Hv, V], and the keys by which they look up that state, `lookups` [T, Hv, K].
-    `scales` [T, 2 Hk] gets the factors that give queries and keys their lengths."""
+    """Program (chunk, value head): writes `changes` [T, Hv, V], the changes by the chunk's tokens
+    if the state before the chunk is zero, and `lookups` [T, Hv, K], the keys with which that state
+    is read. Writes the factors of queries and keys to `scales` [T, 2 Hk]."""
     await_earlier(DEPENDENT)
     chunk, head = tl.program_id(0), tl.program_id(1)
     end, at = tl.load(chunk_ends + chunk), tl.arange(0, TOKENS)

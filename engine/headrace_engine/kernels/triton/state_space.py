@@ -1,8 +1,9 @@
 """The recurrences of Mamba-2 (https://arxiv.org/abs/2405.21060) and of Mamba
 (https://arxiv.org/abs/2312.00752), after their convolutions.
 
-Mamba-2 turns the chunks of long runs into products: a token sees the state before its chunk, and
-the tokens of the chunk up to itself. All other runs are advanced token by token.
+Long runs of Mamba-2 are cut into chunks, which are computed by matrix products: a token's output
+depends on the state before its chunk and on the chunk's tokens up to itself. All other runs are
+computed token by token.
 """
 
 import triton.language as tl
@@ -45,8 +46,8 @@ def state_space_kernel(
     EXACT: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ) -> None:
-    """Program (sequence of `sequences`, head, DIM rows of its state): the outputs [T, H, P] of
-    rows [T, C] of values, B and C, TOKENS at a time."""
+    """Program (sequence of `sequences`, head, DIM rows of its state): the outputs [T, H, P] for
+    `rows` [T, C], which have the values, B and C. Computes TOKENS of them at a time."""
     await_earlier(DEPENDENT)
     sequence, head = tl.load(sequences + tl.program_id(0)).to(tl.int64), tl.program_id(1)
     dims, inner = tl.program_id(2) * DIM + tl.arange(0, DIM), tl.arange(0, INNER)
@@ -125,8 +126,8 @@ def space_gate_kernel(
     NORM_FIRST: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ) -> None:
-    """Program (token, group of WIDTH elements): outputs times silu(gate), with their RMS norm
-    before the gate or after it."""
+    """Program (token, group of WIDTH elements): `found` times silu(gate). With NORM also
+    its RMS norm, before the gate if NORM_FIRST, else after it."""
     await_earlier(DEPENDENT)
     token, group = tl.program_id(0).to(tl.int64), tl.program_id(1)
     at = tl.arange(0, BLOCK)

@@ -1,8 +1,8 @@
 """Tiles of recurrent states, whose elements are scattered over blocks of the KV cache.
 
-The first ELEMENTS of a block are in `pages`, the MORE after them in `more`. A state's blocks are
-listed at `blocks`. Memory is written only if the first of its blocks is not negative, so that
-recorded steps can have writes that are not wanted.
+The first ELEMENTS of a block are in `pages`, the next MORE in `more`. `blocks` points to the
+numbers of a state's blocks. A state is written only if its first block number is not negative: a
+CUDA graph contains writes that a batch may not need.
 """
 
 import triton.language as tl
@@ -19,7 +19,7 @@ def state_places(
     ELEMENTS: tl.constexpr,
     MORE: tl.constexpr,
 ) -> tl.tensor:
-    """Pointers to elements of a state; all of them exist."""
+    """Pointers to elements of a state. All elements must exist."""
     inside = elements % (ELEMENTS + MORE)
     block = tl.load(blocks + elements // (ELEMENTS + MORE)).to(tl.int64)
     places = pages + block * ELEMENTS + inside
@@ -43,8 +43,9 @@ def matrix_places(
     ELEMENTS: tl.constexpr,
     MORE: tl.constexpr,
 ) -> tl.tensor:
-    """Pointers to `rows` and `columns` of matrix [ROWS, COLUMNS] number `matrix`. The first matrix
-    begins at element FIRST. Pointers to what does not exist must not be used."""
+    """Pointers [rows, columns] to elements of a matrix [ROWS, COLUMNS]. `matrix` is the number of
+    the matrix in the state; matrix 0 begins at element FIRST. Pointers to rows or columns that do
+    not exist must not be used."""
     begin = FIRST + matrix * (ROWS * COLUMNS)
     lines = begin + tl.minimum(rows, ROWS - 1) * COLUMNS
     if FIRST % COLUMNS == 0 and ELEMENTS % COLUMNS == 0 and MORE % COLUMNS == 0:
@@ -69,8 +70,8 @@ def silu(x: tl.tensor) -> tl.tensor:
 
 @jit
 def clamped(numbers: tl.tensor, COUNT: tl.constexpr, ROOM: tl.constexpr) -> tl.tensor:
-    """The numbers below COUNT; the last one instead of others. Unchanged if COUNT is a multiple of
-    ROOM, so that loads stay wide."""
+    """`numbers`, with COUNT - 1 in place of larger ones. If COUNT is a multiple of ROOM, there are
+    no larger ones, and the numbers are not changed, so that loads stay wide."""
     found = numbers
     if COUNT % ROOM != 0:
         found = tl.minimum(numbers, COUNT - 1)

@@ -1,5 +1,5 @@
-"""A matrix product of one row, without tensor cores: each program computes some outputs whole, so
-no program waits for another, and has all reads of a part of its weights in flight at once."""
+"""A matrix product of one row, without tensor cores. No program waits for another, since each one
+computes its outputs completely. It issues all reads of a part of its weights at once."""
 
 import triton.language as tl
 
@@ -32,7 +32,7 @@ def vector_product_kernel(
     kernels have ended.
     """
     tile = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
-    # Beyond the last output, the last is read instead, and nothing is written.
+    # Places after the last output read the weights of the last one; their results are not written.
     columns = tl.minimum(tile, outputs - 1)
     depth = tl.arange(0, DEPTH)
     left = weight + columns.to(tl.int64)[:, None] * inputs + depth[None, :]

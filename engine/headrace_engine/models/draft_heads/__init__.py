@@ -1,1 +1,1 @@
-"""Draft heads: one layer that predicts further tokens from the hidden states of its target."""
+"""Draft heads: one layer that predicts further tokens from its target model's hidden states."""

@@ -1,4 +1,4 @@
-"""What a draft head and its target offer to the runner."""
+"""The interface of draft heads."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -14,8 +14,8 @@ from ..base import ForwardBatch, KVShape
 
 @dataclass(frozen=True, slots=True)
 class HeadOptions:
-    """The head to load. `checkpoint` and `quantization` are its own; None: it is part of the
-    target's checkpoint."""
+    """The head to load. `checkpoint` is None if the head is part of the target's checkpoint;
+    otherwise `quantization` says how the head's linear layers are quantised."""
 
     method: Literal["mtp", "eagle3"]
     checkpoint: Checkpoint | None = None
@@ -34,29 +34,29 @@ class HeadOptions:
 
 @dataclass(frozen=True, slots=True)
 class HeadStates:
-    """Rows that a head computed. Logits are made of `normed`; a further draft reads `following` in
-    place of the target's states."""
+    """Rows [R, H] that a head computed. `normed` is the input of `logits`. For the next draft,
+    `hidden` takes the place of the target's states."""
 
-    following: torch.Tensor
+    hidden: torch.Tensor
     normed: torch.Tensor
 
 
 class DraftHead(Protocol):
-    """A loaded head. A row at position i reads the token at i + 1 and the state at i, and predicts
-    the token at i + 2. The runner owns its KV cache."""
+    """A loaded head. It computes the row of position i from the token at i + 1 and the target's
+    state at i; the row predicts the token at i + 2. The runner owns the head's KV cache."""
 
     @property
     def kv_shapes(self) -> tuple[KVShape, ...]:
         """One entry for each layer."""
 
     def combine(self, states: torch.Tensor) -> torch.Tensor:
-        """What the head reads [T, H] of the target's states [T, S]."""
+        """The head's input [T, H], made from the target's states [T, S]."""
 
     def forward(
         self, batch: ForwardBatch, hidden: torch.Tensor, caches: Sequence[LayerCache]
     ) -> HeadStates:
-        """Computes the batch's tokens, which follow those of `hidden` [T, H], and writes their KV.
-        Returns the rows that `logits_rows` names."""
+        """Computes a row for each token of the batch and writes its KV. `hidden` [T, H] has the
+        state before each token. Returns the rows that `logits_rows` names."""
 
     def logits(self, normed: torch.Tensor) -> torch.Tensor:
         """Logits [R, vocabulary of the target] of rows [R, H]; minus infinity for tokens that the

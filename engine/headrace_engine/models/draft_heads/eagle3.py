@@ -1,8 +1,8 @@
 """EAGLE-3 (https://arxiv.org/abs/2503.01840): a head trained for one target, as a checkpoint in the
 format of the speculators library.
 
-It reads the residual stream of the target before three of its layers, projected to one row, beside
-the next token's embedding, and has a vocabulary of the target's most frequent tokens.
+Its input is the target's residual stream before three of the layers, projected to one row, and the
+embedding of the next token. Its vocabulary is the target's most frequent tokens.
 """
 
 from collections.abc import Sequence
@@ -25,15 +25,16 @@ from .mtp import HeadDecoder, head_config
 
 # Architectures of the head's layer by its model_type.
 LAYERS = {"llama": "LlamaForCausalLM", "qwen3": "Qwen3ForCausalLM"}
+# The number of the target's layers whose input a head reads.
 TAPS = 3
 
 
 @dataclass(frozen=True, slots=True)
 class EagleConfig:
-    """The shape of a head. `layer` is its layer as a decoder of its own, with the target's
-    vocabulary. It reads the states before the target's layers `taps`. The residual stream begins
-    with the projected states, normed if `norm_before_residual`; they are normed before their
-    projection, too, if `norm_before_fc`."""
+    """The shape of a head. `layer` describes the head as a decoder of one layer, with the target's
+    vocabulary. The head reads the input of the target's layers `taps`. With `norm_before_fc` that
+    input is normed before the projection. The head's residual stream begins with the projected
+    states; with `norm_before_residual` they are normed first."""
 
     layer: ModelConfig
     taps: tuple[int, ...]
@@ -65,10 +66,9 @@ class EagleConfig:
         fields.require("target_hidden_size", (None, target.hidden_size), default=None)
         named = {**part, "architectures": [LAYERS[str(inner.get("model_type", "llama"))]]}
         layer = ModelConfig.from_hf(replace(checkpoint, config={"num_hidden_layers": 1, **named}))
-        found = fields.get("eagle_aux_hidden_state_layer_ids", None)
         return cls(
             layer=replace(head_config(layer), tie_word_embeddings=False),
-            taps=_taps(fields, target.num_layers) if found is not None else default_taps(target),
+            taps=_taps(fields, target),
             draft_vocab_size=fields.integer("draft_vocab_size", target.vocab_size),
             norm_before_residual=fields.flag("norm_before_residual"),
             norm_before_fc=fields.flag("norm_before_fc"),
@@ -81,8 +81,10 @@ def default_taps(target: ModelConfig) -> tuple[int, ...]:
     return (2, count // 2, count - 3)
 
 
-def _taps(fields: Fields, layers: int) -> tuple[int, ...]:
-    found = fields.get("eagle_aux_hidden_state_layer_ids", None)
+def _taps(fields: Fields, target: ModelConfig) -> tuple[int, ...]:
+    found, layers = fields.get("eagle_aux_hidden_state_layer_ids", None), target.num_layers
+    if found is None:
+        return default_taps(target)
     right = isinstance(found, list) and len(found) == TAPS and found == sorted(set(found))
     if not right or not all(isinstance(tap, int) and 0 <= tap < layers for tap in found):
         wanted = f"{TAPS} ascending numbers of the target's {layers} layers"
@@ -91,8 +93,9 @@ def _taps(fields: Fields, layers: int) -> tuple[int, ...]:
 
 
 class TappedDecoder(Decoder):
-    """A decoder that returns, in place of logits, the normed hidden states beside the residual
-    stream before some of its layers [T, (1 + taps) * H]. A step needs the rows of all tokens."""
+    """A decoder that returns states [T, (1 + len(taps)) * H] instead of logits: the normed hidden
+    states, then the residual stream before each layer of `taps`. `logits_rows` must name all
+    tokens."""
 
     def __init__(
         self,
@@ -106,26 +109,26 @@ class TappedDecoder(Decoder):
     ) -> None:
         super().__init__(config, weights, positions, ops, attention)
         self._taps = taps
-        self._kept: list[torch.Tensor] = []
+        self._tapped: list[torch.Tensor] = []
 
     def forward(self, batch: ForwardBatch, caches: Sequence[LayerCache]) -> torch.Tensor:
-        assert len(batch.logits_rows) == len(batch.input_ids), "states are of all tokens"
-        self._kept = []
+        assert len(batch.logits_rows) == len(batch.input_ids), "logits_rows must name all tokens"
+        self._tapped = []
         residual = self._embed(batch.input_ids)
         hidden = self._normed(residual, self._layers[0].input_norm)
         hidden, _ = self._run(hidden, residual, batch, caches)
-        kept, self._kept = self._kept, []
-        return torch.cat((hidden, *kept), dim=-1)
+        tapped, self._tapped = self._tapped, []
+        return torch.cat((hidden, *tapped), dim=-1)
 
     def _before_layer(self, index: int, residual: torch.Tensor) -> None:
         if index in self._taps:
-            self._kept.append(residual.clone())
+            self._tapped.append(residual.clone())
 
 
 @dataclass(frozen=True, slots=True)
 class EagleWeights:
-    """The weights beside those of the layer itself. `token_ids` [draft vocabulary] are the target's
-    ids of the head's tokens; None: they are the same."""
+    """The head's weights outside its layer. `token_ids` [draft vocabulary] are the target's ids of
+    the head's tokens; None if both use the same ids."""
 
     input_norm: torch.Tensor | None
     projection: Linear

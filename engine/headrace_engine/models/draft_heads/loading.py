@@ -38,7 +38,7 @@ from .target import HeadTarget
 HEAD = "lm_head.weight"
 NORM = "model.norm.weight"
 LAYER = "model.layers.0."
-# The name of the target's last norm, while NORM is that of the layer.
+# The target's last norm; NORM is the head's.
 TARGET_NORM = "target_norm.weight"
 # Tensors of an EAGLE-3 head.
 PROJECTION, INPUT_NORM, HIDDEN_NORM = "fc.weight", "input_norm.weight", "hidden_norm.weight"
@@ -47,7 +47,9 @@ D2T = "d2t"
 
 @dataclass(frozen=True, slots=True)
 class HeadSource:
-    """The files of a target's checkpoint, and how its layers are made."""
+    """The files of a target's checkpoint, and how its layers are made. `locate` says where the
+    files store a tensor; `quantize` makes int8 of linear layers; `length` is the longest sequence
+    in tokens."""
 
     checkpoint: Checkpoint
     dtype: torch.dtype
@@ -84,8 +86,8 @@ def check_mtp(checkpoint: Checkpoint, config: ModelConfig, locate: Callable[[str
 def load_mtp(
     config: ModelConfig, body: CausalModel, source: HeadSource
 ) -> tuple[HeadTarget, DraftHead]:
-    """A decoder that returns hidden states, and the layer that predicts further tokens, as a target
-    with its head. Raises ConfigError or CheckpointError."""
+    """A target, made of a decoder `body` that returns hidden states, and its MTP head. Raises
+    ConfigError or CheckpointError."""
     names = mtp_names(source.checkpoint, config)
     stored = scan(source.folder)
     paths = _MTPPaths(names, config, source, stored)
@@ -102,21 +104,21 @@ def load_mtp(
         norm=layers.norm(NORM),
         lm_head=shared if paths.head is None else linears.make((paths.head,)),
     )
-    beside = MTPWeights(
+    head_weights = MTPWeights(
         layers.norm(f"{names.embedding_norm}.weight"),
         layers.norm(f"{names.hidden_norm}.weight"),
         linears.make((f"{names.projection}.weight",)),
         reader.read(TARGET_NORM) if names.before_norm else None,
     )
     positions = PositionTables(own, source.length, source.device)
-    head = MTPHead(own, weights, beside, names, positions, source.ops, source.attention)
+    head = MTPHead(own, weights, head_weights, names, positions, source.ops, source.attention)
     return make_target(config, body, shared, source.dtype), head
 
 
 @dataclass(frozen=True, slots=True)
 class TappedTarget:
-    """A decoder that returns hidden states beside those before some of its layers; its embedding,
-    and its output matrix."""
+    """The target of an EAGLE-3 head: a decoder that returns states as `TappedDecoder` does, its
+    embedding, and its output matrix."""
 
     body: CausalModel
     embedding: torch.Tensor
@@ -126,7 +128,7 @@ class TappedTarget:
 def tapped_target(
     config: ModelConfig, weights: DecoderWeights, source: HeadSource, taps: tuple[int, ...]
 ) -> TappedTarget:
-    """A decoder of `weights`, computed layer by layer."""
+    """A target that is computed layer by layer."""
     tables = PositionTables(config, source.length, source.device)
     body = TappedDecoder(config, weights, tables, source.ops, source.attention, taps=taps)
     return TappedTarget(body, weights.embedding, weights.lm_head)
@@ -149,7 +151,7 @@ def load_eagle3(
     checkpoint: Checkpoint,
     quantization: str,
 ) -> tuple[HeadTarget, DraftHead]:
-    """A decoder as a target, with a head from a checkpoint of its own. Raises ConfigError or
+    """A target and its EAGLE-3 head, which has a separate checkpoint. Raises ConfigError or
     CheckpointError."""
     folder, dtype, device = checkpoint.folder, source.dtype, source.device
     found, stored = EagleConfig.of(checkpoint, config), scan(folder)
@@ -227,7 +229,8 @@ def _embedding(reader: WeightReader, shared: torch.Tensor) -> torch.Tensor:
 def _token_ids(
     folder: Path, stored: dict[str, TensorInfo], config: EagleConfig, device: torch.device
 ) -> torch.Tensor | None:
-    """The target's ids of the head's tokens: the file has their differences."""
+    """The target's ids of the head's tokens. The tensor D2T has the target's id minus the head's
+    for each token."""
     count, whole = config.draft_vocab_size, config.layer.vocab_size
     if D2T not in stored:
         if count != whole:
@@ -247,7 +250,8 @@ def _token_ids(
 
 
 class _MTPPaths:
-    """Where a checkpoint stores the tensors of a layer that is read as a decoder of its own.
+    """Where a checkpoint stores the tensors of an MTP layer, which is read as a decoder of one
+    layer.
 
     `embedding` and `head` are None if the layer shares those of the decoder.
     """
@@ -269,7 +273,7 @@ class _MTPPaths:
         return self._source.locate(self._renamed(name))
 
     def expected(self, own: ModelConfig) -> dict[str, Shape]:
-        """The layer's tensors, those that it shares included, in the order of their reading."""
+        """The shapes of the head's tensors, shared ones included, in the order of reading."""
         names, hidden = self._names, own.hidden_size
         shapes = expected_tensors(own)
         found = {EMBEDDING: shapes[EMBEDDING]}

@@ -1,8 +1,9 @@
-"""Multi-token prediction (MTP): the layer after a decoder's own that predicts a further token.
+"""Multi-token prediction (MTP): one more layer after a decoder's last, which predicts a further
+token.
 
-It projects the next token's embedding and the target's last hidden state, each after a norm, to one
-row, and runs a layer like the decoder's on it (DeepSeek-V3, https://arxiv.org/abs/2412.19437).
-Embedding and output matrix are the decoder's, unless the checkpoint has others.
+The embedding of the next token and the target's last hidden state are normed and projected to one
+row. A layer like the decoder's computes that row (DeepSeek-V3, https://arxiv.org/abs/2412.19437).
+The head shares the decoder's embedding and output matrix, unless the checkpoint has others for it.
 """
 
 from collections.abc import Sequence
@@ -25,13 +26,12 @@ from .base import HeadStates
 
 @dataclass(frozen=True, slots=True)
 class MTPNames:
-    """How a family's checkpoint names the tensors of its first such layer.
+    """How a family's checkpoint names the tensors of its first MTP layer, and the layer's variants.
 
-    `prefix` is the layer's, where {} stands for the number of the decoder's layers. `norm`,
-    `embedding_norm`, `hidden_norm` and `projection` are below it. With `hidden_first` the
-    projection reads the hidden state before the embedding. A further draft reads the layer's
-    result, or with `follows_norm` that of its last norm. With `before_norm` it reads the target's
-    state before that one's last norm.
+    All names begin with `prefix`, in which {} stands for the number of the decoder's layers. With
+    `hidden_first` the projection's input is the hidden state, then the embedding; otherwise the
+    reverse. With `before_norm` the layer reads the target's state before the target's last norm.
+    The next draft reads the layer's result, with `follows_norm` after the layer's last norm.
     """
 
     prefix: str = "model.layers.{}."
@@ -81,8 +81,8 @@ def mtp_names(checkpoint: Checkpoint, config: ModelConfig) -> MTPNames:
 
 
 def head_config(config: ModelConfig) -> ModelConfig:
-    """The shape of the layer, as a decoder of its own: like the decoder's last layer, but it sees
-    all keys."""
+    """The shape of the head as a decoder of one layer: like the decoder's last layer, but with
+    attention to all keys."""
     experts = config.experts
     if experts is not None:
         experts = replace(experts, sparse=experts.sparse[-1:])
@@ -100,7 +100,7 @@ def head_config(config: ModelConfig) -> ModelConfig:
 
 
 class HeadDecoder(Decoder):
-    """A decoder of one layer, whose rows a head makes."""
+    """A decoder of one layer; a draft head computes the layer's input."""
 
     def run(
         self,
@@ -128,8 +128,8 @@ class HeadDecoder(Decoder):
 
 @dataclass(frozen=True, slots=True)
 class MTPWeights:
-    """The weights beside those of the layer itself. `target_norm` is the target's last norm, if the
-    layer reads the states before it."""
+    """The head's weights outside its layer. `target_norm` is the target's last norm, if the head
+    reads the states before it."""
 
     embedding_norm: torch.Tensor
     hidden_norm: torch.Tensor
@@ -138,7 +138,7 @@ class MTPWeights:
 
 
 class MTPHead:
-    """A layer that predicts a further token."""
+    """A loaded MTP layer."""
 
     def __init__(
         self,
@@ -160,8 +160,8 @@ class MTPHead:
             self._inverse = weight.reciprocal().masked_fill(weight == 0, 0.0)
 
     def combine(self, states: torch.Tensor) -> torch.Tensor:
-        """Without the last norm's weights a state is that before the norm but for its length, which
-        `hidden_norm` does not see."""
+        """Undoes the target's last norm if the head reads the states before it. Only the length of
+        a state remains unknown, and `hidden_norm` removes it."""
         if self._inverse is None:
             return states
         return (states.float() * self._inverse).to(states.dtype)

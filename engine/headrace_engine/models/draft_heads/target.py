@@ -10,13 +10,13 @@ from ...core.attention_backend import LayerCache
 from ...core.recurrent_state import StateTensor
 from ..base import CausalModel, ForwardBatch
 
-# Makes logits of normed hidden states.
+# Computes logits from normed hidden states.
 ToLogits = Callable[[torch.Tensor], torch.Tensor]
 
 
 class HeadTarget:
-    """A model made of `part`, which returns states [T, S] of every token, and of `to_logits`, which
-    reads their first `hidden_size` elements. `part` may be recorded."""
+    """A model of two parts. `part` returns the states [T, S] of every token; `to_logits` reads the
+    first `hidden_size` elements of a state. A part with CUDA graphs can replace `part`."""
 
     def __init__(
         self,
@@ -29,7 +29,7 @@ class HeadTarget:
         self.part, self._to_logits = part, to_logits
         self.vocab_size, self.kv_shapes = vocab_size, part.kv_shapes
         self._hidden_size, self._dtype = hidden_size, dtype
-        # Of the last step; valid until the next one.
+        # The states of the last step, valid until the next one.
         self.states = torch.empty(0, hidden_size, dtype=dtype)
 
     def forward(self, batch: ForwardBatch, caches: Sequence[LayerCache]) -> torch.Tensor:
@@ -51,7 +51,7 @@ class HeadTarget:
 
 
 class RecurrentHeadTarget(HeadTarget):
-    """A target with layers that have a state for each sequence."""
+    """A target with recurrent layers, which have a state for each sequence."""
 
     def __init__(
         self,

@@ -22,7 +22,7 @@ from ..context import pick_context
 from ..rotary.rotary import RotaryTable
 from .decoder import HybridWeights, ResidualPart
 from .layers import AttentionLayer
-from .mtp import MTPWeights
+from .mtp import HybridMTPWeights
 from .tensors import ExpectedTensors, Tensors
 
 HEAD = "lm_head.weight"
@@ -115,7 +115,9 @@ class Family(ABC):
     def build(self, tensors: Tensors, parts: Parts) -> HybridWeights:
         """Asks `tensors` for all tensors of the checkpoint, and makes the decoder's weights."""
 
-    def build_head(self, tensors: Tensors, parts: Parts, decoder: HybridWeights) -> MTPWeights:
+    def build_head(
+        self, tensors: Tensors, parts: Parts, decoder: HybridWeights
+    ) -> HybridMTPWeights:
         """Asks `tensors` for those of the layer that predicts further tokens, and makes its
         weights. Called only if the family `has_head`."""
         raise NotImplementedError(type(self).__name__)

@@ -44,7 +44,7 @@ class KimiLinear(Family):
     """The shape of one checkpoint. Raises ConfigError for fields that are not supported."""
 
     architecture = Architecture(rms_norm_eps=1e-5, max_position_embeddings=1_048_576)
-    # What transformers calls MLPs when it saves a checkpoint by published names.
+    # The name of MLPs in published checkpoints; transformers may save another one.
     _mlp_name = "mlp"
 
     def __init__(self, fields: Fields) -> None:
@@ -241,7 +241,7 @@ class LowRank:
 @dataclass(frozen=True, slots=True)
 class KimiDeltaLayer:
     """Kimi Delta Attention (https://arxiv.org/abs/2510.26692): a gated delta net in which each
-    channel of a key decays by itself."""
+    channel of a key has its own decay."""
 
     index: int
     qkv: Linear

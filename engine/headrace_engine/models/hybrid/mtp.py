@@ -1,4 +1,5 @@
-"""Multi-token prediction of Qwen3-Next and Qwen 3.5: a layer with attention, without a state."""
+"""Multi-token prediction (MTP) of Qwen3-Next and Qwen 3.5: a layer with attention, without a
+recurrent state."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -17,9 +18,9 @@ from .layers import HybridStep
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class MTPWeights:
-    """A layer that predicts a further token. `attention` is followed by `feed_forward`; `embedding`
-    and `lm_head` are the decoder's."""
+class HybridMTPWeights:
+    """The weights of an MTP layer, which computes `attention`, then `feed_forward`. `embedding` and
+    `lm_head` are the decoder's."""
 
     embedding: torch.Tensor
     embedding_norm: torch.Tensor
@@ -34,9 +35,9 @@ class MTPWeights:
 
 
 class HybridMTPHead:
-    """Computes the layer. A further draft reads the result of its last norm."""
+    """A loaded MTP layer. The next draft reads the result of the layer's last norm."""
 
-    def __init__(self, weights: MTPWeights, ops: Ops, rotary: RotaryTable) -> None:
+    def __init__(self, weights: HybridMTPWeights, ops: Ops, rotary: RotaryTable) -> None:
         self._weights, self._rotary = weights, rotary
         narrower = weights.norm.dtype is not weights.embedding.dtype
         self._ops: Ops = Float32NormOps(ops) if narrower else ops

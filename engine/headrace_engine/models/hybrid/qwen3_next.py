@@ -25,7 +25,7 @@ from .layers import (
     FeedForwardLayer,
     GatedDeltaLayer,
 )
-from .mtp import MTPWeights
+from .mtp import HybridMTPWeights
 from .tensors import Tensors
 
 # The prefix of the tensors of the layer that predicts further tokens.
@@ -110,10 +110,12 @@ class Qwen3Next(Family):
         """A norm's weights; 1 is added to the stored ones, in float32."""
         return tensors.tensor(f"{name}.weight", width).float() + 1.0
 
-    def build_head(self, tensors: Tensors, parts: Parts, decoder: HybridWeights) -> MTPWeights:
+    def build_head(
+        self, tensors: Tensors, parts: Parts, decoder: HybridWeights
+    ) -> HybridMTPWeights:
         prefix, hidden = f"{MTP}layers.0.", self.hidden
         make = self._mlp if self.experts is None else self._mixture
-        return MTPWeights(
+        return HybridMTPWeights(
             embedding=decoder.embedding,
             embedding_norm=self.norm(tensors, f"{MTP}pre_fc_norm_embedding", hidden),
             hidden_norm=self.norm(tensors, f"{MTP}pre_fc_norm_hidden", hidden),

@@ -153,7 +153,7 @@ class WeightReader:
         return self.stack((name,))
 
     def read_float32(self, name: str) -> torch.Tensor:
-        """A tensor that is too coarse in the model's dtype."""
+        """A tensor in float32, since its values need more precision than the model's dtype has."""
         return self._part(name).to(device=self.device, dtype=torch.float32, copy=True)
 
     def view(self, name: str) -> torch.Tensor:
@@ -161,7 +161,7 @@ class WeightReader:
         return self._part(name).to(device=self.device, dtype=self.dtype).contiguous()
 
     def stack(self, names: Iterable[str]) -> torch.Tensor:
-        """The named tensors concatenated in dimension 0, in memory of their own."""
+        """The named tensors concatenated in dimension 0, in new memory."""
         parts = [self._part(name) for name in names]
         rows = sum(part.shape[0] for part in parts)
         out = torch.empty((rows, *parts[0].shape[1:]), dtype=self.dtype, device=self.device)

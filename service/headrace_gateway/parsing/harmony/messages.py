@@ -1,7 +1,7 @@
 """Rewrites a conversation for gpt-oss's chat template, which leaves out what it does not expect.
 
-The template takes one message of instructions, one call in each message, and before a call either
-its reasoning or other text, which it writes as reasoning; and no tool without a description.
+The template takes one message of instructions and one call in each message. Before a call it takes
+either reasoning or text, and writes both as reasoning. Each tool needs a description.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -40,7 +40,7 @@ def _reasoned(message: Message) -> Message:
 
 
 def _single_calls(messages: Sequence[Message]) -> Iterator[Message]:
-    """Puts each call into a message of its own, followed by its results."""
+    """Puts each call into a separate message, followed by its results."""
     left = list(messages)
     while left:
         message = left.pop(0)

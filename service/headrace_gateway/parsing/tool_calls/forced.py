@@ -33,17 +33,17 @@ class RequiredParser:
     def __init__(self, parts: PartList, known: Collection[str]) -> None:
         self._parts = parts
         self._array = CallArray(parts, known)
-        self._behind = ""
+        self._after = ""
 
     def push(self, text: str) -> list[Part]:
         if self._array.status is Status.OPEN:
             text = self._array.push(text)
         if self._array.status is not Status.OPEN:
-            self._behind += text
+            self._after += text
         return self._parts.take()
 
     def finish(self) -> list[Part]:
-        plain = self._array.raw + self._behind
+        plain = self._array.raw + self._after
         if plain.strip():
             self._parts.text(plain)
         return self._parts.take()

@@ -1,4 +1,4 @@
-"""The format of Gemma 4's calls: each value in that notation, as its schema says."""
+"""The format of Gemma 4's calls: its schema decides how each value is written."""
 
 import json
 import re

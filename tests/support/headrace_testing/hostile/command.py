@@ -106,10 +106,12 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(PROGRAM, description="Attack running Headrace processes.")
     parser.add_argument("--list", action="store_true", help="print the attacks found by hand")
     parser.add_argument("--attack", action="append", help="only this one, by name or SEED/NUMBER")
-    parser.add_argument("--seed", type=int, default=1, help="what is generated follows from it")
-    parser.add_argument("--count", type=int, default=GENERATED, help="of generated attacks")
+    parser.add_argument("--seed", type=int, default=1, help="seed of the generated attacks")
+    parser.add_argument("--count", type=int, default=GENERATED, help="number of generated attacks")
     parser.add_argument("--only-generated", action="store_true", help="not those found by hand")
-    parser.add_argument("--minutes", type=float, help="look for dear ones for so long instead")
+    parser.add_argument(
+        "--minutes", type=float, help="instead look for expensive attacks this long"
+    )
     return parser
 
 

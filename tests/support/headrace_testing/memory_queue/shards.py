@@ -30,7 +30,7 @@ class Shard:
         self.changed = asyncio.Condition()
 
     def clear(self) -> None:
-        """Removes all waiting requests and the tenants' use."""
+        """Removes all waiting requests and the tenants' counters."""
         self.counters = Counters()
         self.waiting = {priority: FairQueue(self.counters) for priority in (1, 2, 3)}
         self.placed = Placed()

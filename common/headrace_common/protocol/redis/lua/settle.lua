@@ -4,7 +4,7 @@
 -- KEYS  1 usage, 2 leases
 -- ARGV  1 request id, 2 requests a minute, 3 tokens a minute (0: no limit), 4 tokens used less those
 --       reserved, 5 requests to give back, 6 ms that it ran, 7 ms to remember an idle key, 8 whether
---       this is a repetition (0/1), which changes nothing where the first one got through
+--       this is a repetition (0/1), which changes nothing if the first one was carried out
 -- Result  1, or 0 where there was nothing to do
 local usage, leases = KEYS[1], KEYS[2]
 if redis.call('ZREM', leases, ARGV[1]) == 0 and ARGV[8] == '1' then return 0 end

@@ -3,7 +3,7 @@
 
 local MINUTE = 60000 -- ms
 local SLACK = 1e-6 -- the rounding error of sums of fractions
-local LAST_WEIGHT = 0.2 -- of the last request in the usual duration
+local LAST_WEIGHT = 0.2 -- share of the last request in the moving average of durations
 
 local function decayed(used, limit, ms)
   if limit <= 0 then return 0 end
