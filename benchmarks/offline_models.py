@@ -80,7 +80,8 @@ def make_model(folder: Path, name: str = "llama") -> None:
     config_class, fields = MODELS[name]
     config: Any = getattr(transformers, config_class)(**_COMMON, **fields)
     _make_tokenizer().save_pretrained(folder)
-    model: Any = transformers.AutoModelForCausalLM.from_config(config)
+    auto: Any = transformers.AutoModelForCausalLM
+    model = auto.from_config(config)
     model.to(torch.bfloat16).save_pretrained(folder)
 
 
