@@ -18,8 +18,8 @@ import torch
 from tqdm import tqdm
 
 from headrace_engine import LLM, SamplingParams
-from offline import make_model
 from offline_features import Work, mixed
+from offline_models import make_model
 
 TIE = 1e-4
 

@@ -1,12 +1,13 @@
 """Offline throughput: compares Headrace's LLM with transformers in one run, in turns.
 
-    python benchmarks/offline.py [--model DIR] [--requests 64] [--rounds 3]
+    python benchmarks/offline.py [--model DIR | --shape llama] [--requests 64] [--rounds 3]
         [--peers transformers-static,transformers-continuous]
         [--features int8,prefix-caching,ngram,async-scheduling,everything] [--json FILE]
 
 Every engine runs in a process of its own, so that each has its own threads and memory, and they
 take turns: one round each, then the next. Prompts have 16-512 tokens, outputs 16-128, greedy, the
-end-of-sequence token ignored. Without --model a random-weight Llama of 42 M parameters is made.
+end-of-sequence token ignored. Without --model a model with random weights is made: `llama` has 42 M
+parameters, `latent` (DeepSeek V2 Lite) and `recurrent` (Qwen 3.5) have 0.4 B.
 --features compares Headrace with itself instead: see offline_features.py.
 """
 
@@ -26,49 +27,13 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from offline_features import FEATURES, WORKLOADS, Feature, Options, Work
+from offline_models import MODELS, make_model
 
 HEADRACE = "headrace"
 PEERS = ("transformers-static", "transformers-continuous")
 STATIC_BATCH = 16
-VOCAB_SIZE = 32_000
-
-
-def make_model(folder: Path) -> None:
-    """A Llama of 42 M parameters with random weights whose greedy output is not trivial."""
-    import torch
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=VOCAB_SIZE,
-        hidden_size=512,
-        intermediate_size=1536,
-        num_hidden_layers=8,
-        num_attention_heads=8,
-        num_key_value_heads=4,
-        head_dim=64,
-        max_position_embeddings=4096,
-        tie_word_embeddings=True,
-        bos_token_id=1,
-        eos_token_id=2,
-    )
-    _make_tokenizer().save_pretrained(folder)
-    model: Any = LlamaForCausalLM(config)
-    model.to(torch.bfloat16).save_pretrained(folder)
-
 
 Run = Callable[[Sequence[Work]], list[list[int]]]
-
-
-def _make_tokenizer() -> Any:
-    """A tokenizer with one word per token, which suffices to turn any output into text."""
-    from tokenizers import Tokenizer, models, pre_tokenizers
-    from transformers import PreTrainedTokenizerFast
-
-    words = Tokenizer(models.WordLevel({f"w{n}": n for n in range(VOCAB_SIZE)}, unk_token="w0"))
-    words.pre_tokenizer = pre_tokenizers.Whitespace()
-    make: Any = PreTrainedTokenizerFast
-    return make(tokenizer_object=words, eos_token="w2", unk_token="w0")
 
 
 def headrace_runner(model: str, dtype: str, threads: int) -> Run:
@@ -364,6 +329,7 @@ def show(report: dict[str, Any]) -> None:
 def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--model", help="folder of a checkpoint")
+    parser.add_argument("--shape", choices=MODELS, default="llama", help="model without --model")
     parser.add_argument("--requests", type=int, default=64)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--peers", default=",".join(PEERS), help="comma-separated; may be empty")
@@ -396,7 +362,7 @@ def main() -> None:
         model = options.model
         if model is None:
             model = scratch
-            make_model(Path(scratch))
+            make_model(Path(scratch), options.shape)
         report = compare(options, model)
     show(report)
     if options.json:

@@ -1,8 +1,8 @@
 """Paged attention on CPUs, through the native kernels.
 
-The kernels define the layout of the cache (kernels/cpu/cache.h). The reference backend computes
-everything that the native kernels do not support: other dtypes, other head sizes, latents, other
-machines.
+The kernels define the layout of the cache (kernels/cpu/cache.h); latents have that of the reference
+backend, which computes everything that the native kernels do not support: other dtypes, other head
+sizes, other machines.
 """
 
 import ctypes
@@ -26,9 +26,11 @@ TILE = 16
 # Numbers of the storage dtypes in fp8.h; every other dtype is stored as it is.
 STORAGES = {E4M3: 1, E5M2: 2}
 MAX_HEAD_DIM = 256
-# The key of the cache of structs: parameters, address of the sinks, number of query heads, shape of
-# keys, block size.
-_LayerKey = tuple[LayerParams, int | None, int, torch.Size, int]
+# The most elements of a latent that are values.
+MAX_RANK = 1024
+# The key of the cache of structs: parameters, address of the sinks, number of query heads, number
+# of KV heads, elements of a head, block size.
+_LayerKey = tuple[LayerParams, int | None, int, int, int, int]
 
 
 class CpuBackend:
@@ -86,7 +88,7 @@ class CpuBackend:
             key.stride(0),
             value.stride(0),
             ctypes.addressof(self._batches.of(metadata, describe)),
-            ctypes.addressof(self._describe_layer(query, key, cache, params)),
+            ctypes.addressof(self._describe_layer(query, key.shape[1], cache, params)),
         )
         if failed:
             raise MemoryError("no memory for the work list of paged attention")
@@ -101,7 +103,24 @@ class CpuBackend:
         params: LayerParams,
         rank: int,
     ) -> torch.Tensor:
-        return self._reference.forward_latent(query, latents, cache, metadata, params, rank)
+        if self.kernels is None or not attends_natively(query, rank):
+            return self._reference.forward_latent(query, latents, cache, metadata, params, rank)
+        query, latents = _rows(query), latents if latents.stride(1) == 1 else latents.contiguous()
+        output = query.new_empty(*query.shape[:2], rank)
+        failed = self.kernels.latent_attention(
+            output.data_ptr(),
+            query.data_ptr(),
+            latents.data_ptr(),
+            cache[0].data_ptr(),
+            query.stride(0),
+            latents.stride(0),
+            rank,
+            ctypes.addressof(self._batches.of(metadata, describe)),
+            ctypes.addressof(self._describe_layer(query, 1, cache, params)),
+        )
+        if failed:
+            raise MemoryError("no memory for attention to latents")
+        return output
 
     def is_native(self, dtype: torch.dtype, head_dim: int) -> bool:
         """Whether the native kernels support such heads; the reference backend computes the
@@ -114,18 +133,18 @@ class CpuBackend:
         )
 
     def _describe_layer(
-        self, query: torch.Tensor, key: torch.Tensor, cache: LayerCache, params: LayerParams
+        self, query: torch.Tensor, kv_heads: int, cache: LayerCache, params: LayerParams
     ) -> structs.Layer:
         heads, dim = query.shape[1:]
-        block_size, storage = cache[1].shape[1], STORAGES.get(cache[0].dtype, 0)
+        block_size, storage = cache[-1].shape[1], STORAGES.get(cache[0].dtype, 0)
         sinks = pointer(params.sinks)
-        name = (params, sinks, heads, key.shape[1:], block_size)
+        name = (params, sinks, heads, kv_heads, dim, block_size)
         found = self._layers.get(name)
         kind = (query.dtype is torch.bfloat16, storage)
         if found is None or (found[1].is_bfloat16, found[1].storage) != kind:
             made = structs.Layer(
                 num_heads=heads,
-                num_kv_heads=key.shape[1],
+                num_kv_heads=kv_heads,
                 head_dim=dim,
                 block_size=block_size,
                 window=params.window_code,
@@ -140,6 +159,16 @@ class CpuBackend:
             # The parameters are kept too: they own the memory that the structure points to.
             found = self._layers[name] = params, made
         return found[1]
+
+
+def attends_natively(query: torch.Tensor, rank: int) -> bool:
+    """Whether the native kernels support such queries [T, H, D] of latents."""
+    return (
+        query.dtype in library.DTYPES
+        and query.shape[2] % 2 == 0
+        and rank % TILE == 0
+        and rank <= MAX_RANK
+    )
 
 
 def _load() -> library.Kernels | None:

@@ -1,5 +1,5 @@
 """Attention to latents (MLA) of each backend, against one dense computation, and which backends
-lack it.
+lack it; native kernels beside the reference backend, with the best and the oldest instructions.
 """
 
 from dataclasses import replace
@@ -21,8 +21,10 @@ from headrace_engine.core.attention_backend import (
     LayerParams,
 )
 from headrace_engine.core.errors import ConfigError
-from headrace_engine.layers.fp8_cache import E4M3
-from headrace_testing.attention_scenes import BLOCKS, CPU, Case, Scene
+from headrace_engine.kernels.cpu import library
+from headrace_engine.layers.fp8_cache import E4M3, E5M2
+from headrace_testing.attention_scenes import BLOCKS, CPU, SINKS, Case, Scene
+from headrace_testing.cpu_levels import chosen_sets
 
 Backend = ReferenceBackend | CpuBackend | TritonBackend
 # The interpreter's own conversion to e4m3, which newer devices would use, does not round.
@@ -117,6 +119,80 @@ def test_a_block_contains_only_latents(backend: str) -> None:
     cache = made.allocate(BLOCKS, spec)
     size = sum(part.numel() * part.element_size() for part in cache)
     assert size == BLOCKS * made.block_bytes(spec) == BLOCKS * 4 * (RANK + ROTARY) * 2
+
+
+# Prompts around a chunk of keys (64), a block of rows (96) and a split of keys (512).
+PROMPTS = Case(((0, 600), (0, 70), (0, 1)), 4, 1, RANK + ROTARY, 32, LayerParams(0.1))
+NATIVE = {
+    "plain": PROMPTS,
+    "blocks of seven": replace(PROMPTS, runs=((0, 200), (0, 33)), block_size=7),
+    "sinks and a softcap in a window": replace(
+        PROMPTS, params=LayerParams(0.2, 3.0, 70, sinks=SINKS)
+    ),
+}
+TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 2e-2}
+
+
+# `make test-cpus` runs those between the best and the oldest.
+@pytest.fixture(params=dict.fromkeys((chosen_sets()[0], chosen_sets()[-1])))
+def native(request: pytest.FixtureRequest) -> CpuBackend:
+    return CpuBackend(library.load(request.param))
+
+
+def in_chunks(
+    case: Case,
+    backend: Backend,
+    chunk: int,
+    dtype: torch.dtype,
+    cache_dtype: torch.dtype | None = None,
+) -> list[torch.Tensor]:
+    """The outputs of each sequence, `chunk` tokens of each sequence in a step."""
+    scene = LatentScene(case, backend, dtype, cache_dtype=cache_dtype)
+    lengths = [new for _, new in case.runs]
+    queries = [scene.random(length, case.heads) for length in lengths]
+    outputs: list[list[torch.Tensor]] = [[] for _ in lengths]
+    for begin in range(0, max(lengths), chunk):
+        which = [index for index, length in enumerate(lengths) if length > begin]
+        ends = [min(begin + chunk, lengths[index]) for index in which]
+        spans = list(zip(which, ends, strict=True))
+        found = backend.forward_latent(
+            torch.cat([queries[index][begin:end] for index, end in spans]),
+            torch.cat([scene.keys[index][begin:end, 0] for index, end in spans]),
+            scene.cache,
+            scene.metadata(which, [begin] * len(which), ends),
+            scene.case.params,
+            RANK,
+        )
+        parts = torch.split(found, [end - begin for end in ends])
+        for index, part in zip(which, parts, strict=True):
+            outputs[index].append(part)
+    return [torch.cat(parts) for parts in outputs]
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE, ids=["float32", "bfloat16"])
+@pytest.mark.parametrize("name", NATIVE)
+def test_native_kernels_agree_with_the_reference_and_chunks_give_the_same_bits(
+    native: CpuBackend, name: str, dtype: torch.dtype
+) -> None:
+    whole = in_chunks(NATIVE[name], native, 600, dtype)
+    expected = in_chunks(NATIVE[name], ReferenceBackend(), 600, dtype)
+    for found, wanted in zip(whole, expected, strict=True):
+        bound = TOLERANCE[dtype]
+        torch.testing.assert_close(found, wanted, rtol=bound, atol=bound)
+    for chunk in (17, 64):
+        for part, found in zip(in_chunks(NATIVE[name], native, chunk, dtype), whole, strict=True):
+            assert torch.equal(part, found)
+
+
+@pytest.mark.parametrize("cache_dtype", [E4M3, E5M2])
+def test_native_kernels_read_the_same_8_bits_as_the_reference(
+    native: CpuBackend, cache_dtype: torch.dtype
+) -> None:
+    case = replace(NATIVE["blocks of seven"], params=LayerParams(0.1, key_scale=0.5))
+    found = in_chunks(case, native, 64, torch.float32, cache_dtype)
+    wanted = in_chunks(case, ReferenceBackend(), 64, torch.float32, cache_dtype)
+    for one, other in zip(found, wanted, strict=True):
+        torch.testing.assert_close(one, other, rtol=2e-5, atol=2e-5)
 
 
 def test_padding_is_not_written_and_attends_to_nothing() -> None:

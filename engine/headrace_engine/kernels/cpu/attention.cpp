@@ -14,15 +14,8 @@ int run(void* output, const void* query, const void* key, const void* value, voi
         const headrace_batch& batch, const headrace_layer& layer) {
   using Element = typename Math::Element;
   const Element *keys = static_cast<const Element*>(key), *values = static_cast<const Element*>(value);
-  PagedAttention<Math> attention{static_cast<Element*>(output),
-                                 static_cast<const Element*>(query),
-                                 query_stride,
-                                 Cache<Math>(cache, layer),
-                                 batch,
-                                 layer,
-                                 ScoreScale(layer.scale, layer.softcap),
-                                 int(layer.head_dim),
-                                 int(layer.num_heads / layer.num_kv_heads)};
+  PagedAttention<Math> attention(static_cast<Element*>(output), static_cast<const Element*>(query),
+                                 query_stride, cache, batch, layer);
   const bool prepared = attention.prepare(omp_get_max_threads());
   if (prepared) {
 #pragma omp parallel
@@ -37,7 +30,6 @@ int run(void* output, const void* query, const void* key, const void* value, voi
       for (int64_t i = 0; i < attention.merge_count; ++i) attention.merge(attention.merges[i]);
     }
   }
-  attention.release();
   return prepared ? 0 : 1;
 }
 

@@ -41,3 +41,13 @@ HEADRACE_EXPORT int headrace_paged_attention(void* output, const void* query, co
                                              int64_t key_stride, int64_t value_stride,
                                              const headrace_batch* batch,
                                              const headrace_layer* layer);
+
+// Attention to latents [tokens][head_dim], the keys of all heads, whose first `rank` elements are
+// the values: output [tokens][num_heads][rank], dense. The cache is [blocks][block_size][head_dim]
+// of keys divided by key_scale. `num_kv_heads` is 1, head_dim a multiple of 2, rank one of 16, at
+// most 1024. Returns 0, or 1 if memory ran out.
+HEADRACE_EXPORT int headrace_latent_attention(void* output, const void* query, const void* latents,
+                                              void* cache, int64_t query_stride,
+                                              int64_t latent_stride, int64_t rank,
+                                              const headrace_batch* batch,
+                                              const headrace_layer* layer);

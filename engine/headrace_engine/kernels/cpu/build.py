@@ -25,6 +25,7 @@ SOURCES = (
     "decoder.cpp",
     "elementwise.cpp",
     "gated_delta.cpp",
+    "latent.cpp",
     "mamba.cpp",
     "mamba2.cpp",
     "pool.cpp",

@@ -8,12 +8,11 @@
 
 #include "attention.h"
 #include "fp8.h"
-#include "tile.h"
+#include "work_list.h"
 
 namespace headrace {
 
 constexpr int kMaxDims = 256;
-constexpr int kChunk = 64;  // keys between two steps of online softmax
 constexpr int kChunkTiles = kChunk / kTile;
 
 // The tiles of at most a chunk of one head's tokens.

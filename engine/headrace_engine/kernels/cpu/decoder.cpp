@@ -176,15 +176,7 @@ class Step {
                                   decoder_.block_size, layer.window,          decoder_.is_bfloat16,
                                   decoder_.kv_storage, decoder_.scale,        decoder_.attention_softcap,
                                   layer.key_scale,     layer.value_scale,    layer.sinks};
-    PagedAttention<Math> attention{attended_,
-                                   qkv_,
-                                   qkv_stride_,
-                                   Cache<Math>(cache, shape),
-                                   batch,
-                                   shape,
-                                   ScoreScale(shape.scale, shape.softcap),
-                                   int(decoder_.head_dim),
-                                   int(decoder_.num_heads / decoder_.num_kv_heads)};
+    PagedAttention<Math> attention(attended_, qkv_, qkv_stride_, cache, batch, shape);
     const bool prepared = attention.prepare(pool_.threads());
     if (prepared) {
       each_row(tokens_, query_ + 2 * key_value_, [&](int64_t r) {
@@ -198,7 +190,6 @@ class Step {
       pool_.run(attention.merge_count,
                 [&](int64_t item, int) { attention.merge(attention.merges[item]); });
     }
-    attention.release();
     return prepared;
   }
 

@@ -13,7 +13,7 @@ import torch
 
 from .build import library_path, runnable_sets
 
-INTERFACE = 11
+INTERFACE = 12
 FORCE_ISA = "HEADRACE_CPU_ISA"
 DTYPES = (torch.float32, torch.bfloat16)
 
@@ -42,6 +42,9 @@ class Kernels:
             raise KernelsUnavailable(f"the system does not let this process use {isa}")
         self.paged_attention = self._bind(
             "paged_attention", ctypes.c_int, *[_POINTER] * 5, *[_INT] * 3, _POINTER, _POINTER
+        )
+        self.latent_attention = self._bind(
+            "latent_attention", ctypes.c_int, *[_POINTER] * 4, *[_INT] * 3, _POINTER, _POINTER
         )
         self.rms_norm = self._bind("rms_norm", None, *[_POINTER] * 3, *[_INT] * 3, _FLOAT, _INT)
         self.add_rms_norm = self._bind(
