@@ -16,8 +16,9 @@ case "$1$2" in
   -mvenv) mkdir -p "$3/bin" && cp "$0" "$3/bin/python"; exit {venv} ;;
   -mpytest) echo tested >> log ;;
   -mheadrace_testing.*) echo "$2" >> log ;;
-  requirements/*) echo "$@" >> log; printf '#!/bin/sh\necho served >> log' > .venv/bin/headrace
-    chmod +x .venv/bin/headrace ;;
+  requirements/install_lock*) printf '#!/bin/sh\necho served >> log' > .venv/bin/headrace
+    chmod +x .venv/bin/headrace; echo "$@" >> log ;;
+  requirements/*) echo "$@" >> log ;;
   *) exec {real} -c "import sys; sys.version_info = {version}; $2" ;;
 esac
 """
