@@ -69,6 +69,8 @@ class Tokenizer:
         self.byte_fallback = "ByteFallback" in repr(backend.decoder)
         self._context_free = _is_context_free(backend)
         self._fixed_texts: dict[int, str | None] = {}
+        # Equal ids are one object: requests have millions of them, and each object takes 32 bytes.
+        self._shared_ids: dict[int, int] = {}
         # 64 bits in few characters, as a text may have millions of placeholders.
         self._nonce = "".join(chr(0xE100 + byte) for byte in secrets.token_bytes(8))
 
@@ -112,7 +114,7 @@ class Tokenizer:
     def encode_pair(self, first: str, second: str) -> list[int]:
         """Token ids of two texts as cross-encoders read them, with the tokens between them."""
         (encoded,) = self._backend.encode_batch_fast([(first, second)], add_special_tokens=True)
-        return list(encoded.ids)
+        return self._shared(encoded.ids)
 
     def protect(self, value: Any) -> Any:
         """A copy of JSON-like data whose special tokens are distinguishable from a template's."""
@@ -164,22 +166,25 @@ class Tokenizer:
         def encode(piece: str, *, special: bool) -> list[int]:
             # The batch call releases the GIL; `encode` does not.
             (encoded,) = backend.encode_batch_fast([piece], add_special_tokens=special)
-            return list(encoded.ids)
+            return self._shared(encoded.ids)
 
         if len(text) <= PIECE_CHARS:
             return encode(text, special=special)
         plain = partial(encode, special=False)
         before, after = self._around if special else ((), ())
         ids = list(before)
-        # Equal ids are one object, as millions of objects take 32 bytes each.
-        shared: dict[int, int] = {}
         for piece in pieces(text, plain):
             if check is not None:
                 check()
-            ids += [shared.setdefault(token_id, token_id) for token_id in plain(piece)]
+            ids += plain(piece)
             if most is not None and len(ids) > most:
                 return ids
         return [*ids, *after] if after else ids
+
+    def _shared(self, ids: Sequence[int]) -> list[int]:
+        """The ids, in which equal ones are one object."""
+        share = self._shared_ids.setdefault
+        return [share(token_id, token_id) for token_id in ids]
 
     @cached_property
     def _around(self) -> tuple[Sequence[int], Sequence[int]]:
