@@ -81,7 +81,7 @@ def _tokenizer(model: models.BPE, pieces: str) -> Tokenizer:
 
 
 def _spaced_words(texts: Iterable[str], vocabulary: dict[str, int]) -> list[str]:
-    """Of the words that are one token, those that most often follow a space."""
+    """The words of one token that most often follow a space."""
     counts: Counter[str] = Counter()
     for text in texts:
         counts.update(text.split(" ")[1:])

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 from . import structural_tag
 from .ascii_classes import ascii_lark, ascii_regex, ascii_schema
 from .lark import lark
-from .structural_grammar import tag_grammar
+from .structural_grammar import NO_FORCING, tag_grammar
 from .structured import StructuredKind, StructuredOutputError, StructuredOutputsParams
 
 if TYPE_CHECKING:
@@ -28,7 +28,6 @@ WHITESPACE = " ?"
 # choose between all tokens that can continue, which takes about 0.01 ms for each token.
 MAX_FORCED_CHARS = 8192
 _LONG_REPETITION = re.compile(r"\{\s*\d{4}")
-_NO_FORCING = '%llguidance {"no_forcing": true}\n'
 _SPECIAL = frozenset(r"\.+*?()|[]{}^$")
 _END = 256
 
@@ -55,7 +54,7 @@ def grammar_text(
         case StructuredKind.GRAMMAR:
             assert isinstance(source, str)
             text = LLMatcher.grammar_from_lark(ascii_lark(lark(source)))
-            return text if forces else _NO_FORCING + text
+            return text if forces else f"{NO_FORCING}\n{text}"
         case StructuredKind.STRUCTURAL_TAG:
             return tag_grammar(structural_tag.read(source), WHITESPACE, tokens, forces=forces)
         case StructuredKind.JSON | StructuredKind.JSON_OBJECT:
@@ -141,7 +140,7 @@ def _named_grammar(text: str, name: str, forces: bool) -> str:
     """A list of one grammar, called `name`, as llguidance makes it; options need another one."""
     if forces:
         return text
-    start = json.dumps({"lark_grammar": f"{_NO_FORCING}start: @{name}"})
+    start = json.dumps({"lark_grammar": f"{NO_FORCING}\nstart: @{name}"})
     begin = '{"grammars":['
     assert text.startswith(begin)
     return f"{begin}{start},{text.removeprefix(begin)}"

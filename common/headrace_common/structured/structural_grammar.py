@@ -36,11 +36,13 @@ _SPECIAL = frozenset(r"\.+*?()|[]{}^$/")
 _BLANKS = {"\n": "\\n", "\r": "\\r", "\t": "\\t"}
 _ANY = "(.|\\n)*"
 _SPACE = r"[ \t\r\n]*"
+# A line of a grammar in Lark: tokens of text that must follow are not forced.
+NO_FORCING = '%llguidance {"no_forcing": true}'
 _BEFORE = r"[ \t\r\n]{0,4}"  # bounded, since a model with few other options would repeat blanks
 
 
 def tag_grammar(
-    tag: StructuralTag, whitespace: str, tokens: Mapping[str, int], *, forces: bool = True
+    tag: StructuralTag, whitespace: str, tokens: Mapping[str, int], *, forces: bool
 ) -> str:
     """A tag in llguidance's form: Lark, or JSON with several grammars in Lark if the tag has
     grammars of the user. `whitespace` is the pattern between tokens of JSON; `forces`: whether
@@ -48,7 +50,7 @@ def tag_grammar(
     user."""
     writer = _Writer(whitespace, tokens)
     start = _start(writer, tag)
-    options = "%llguidance {}" if forces else '%llguidance {"no_forcing": true}'
+    options = "%llguidance {}" if forces else NO_FORCING
     text = "\n".join([options, f"start: {start}", f"TEXT: /{_ANY}/", *writer.rules, ""])
     if not writer.grammars:
         return text

@@ -84,7 +84,7 @@ def _measured(
     sequence: int,
     profile: Profile,
 ) -> int:
-    # Only the collector frees what tuning left behind, and models that are no longer used.
+    # Tuning leaves tensors in cycles of references, which only the collector frees.
     gc.collect()
     if device.type == "cuda":
         return _cuda_free(device, config, profile) // bytes_per_block

@@ -250,8 +250,8 @@ def _token_ids(
 
 
 class _MTPPaths:
-    """Where a checkpoint stores the tensors of an MTP layer, which is read as a decoder of one
-    layer.
+    """The places of an MTP layer's tensors in a checkpoint. The layer is read as a decoder with
+    one layer.
 
     `embedding` and `head` are None if the layer shares those of the decoder.
     """

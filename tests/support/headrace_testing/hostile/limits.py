@@ -1,8 +1,8 @@
 """Limits for the processes under attack: memory, and the time of answers."""
 
 MIB = 2**20
-# Memory limits: for gateways and Redis those of the chart; for engines a small one, since their CRD
-# has none.
+# Memory limits. Gateways and Redis have those of the chart. Engines have a small one, since the CRD
+# sets none.
 GATEWAY_BYTES = 1024 * MIB
 REDIS_BYTES = 1024 * MIB
 ENGINE_BYTES = 2048 * MIB
