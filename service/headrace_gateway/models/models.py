@@ -121,9 +121,7 @@ class Models:
 
     async def find(self, name: str | None) -> ServedModel:
         """Returns the model as `get` does, but looks for an unknown one first."""
-        own = None if name is None else self._own(name)
-        if self._discovered is not None and not self._has(own) and self._may_have(own):
-            await self._discovered.ensure_loaded(own)
+        await self._look_for(None if name is None else self._own(name))
         return self.get(name)
 
     def get(self, name: str | None) -> ServedModel:
@@ -162,9 +160,13 @@ class Models:
         if self._discovered is not None:
             self._discovered.forget(model)
 
-    @property
-    def listed(self) -> list[ServedModel]:
-        """Returns all models, followed by those with an alias under each alias."""
+    async def listed(self) -> list[ServedModel]:
+        """Returns all models, followed by those with an alias under each alias.
+
+        If there is none, looks for registered ones first, so that a model whose engine has just
+        become ready is not missing. Raises BackendUnavailable if that is not known.
+        """
+        await self._look_for(None)
         models = self._all()
         aliases = {alias: name for alias, name in self._aliases.items() if alias not in models}
         known = [models[name].known_as(alias) for alias, name in aliases.items() if name in models]
@@ -172,6 +174,11 @@ class Models:
 
     def __iter__(self) -> Iterator[ServedModel]:
         return iter(self._all().values())
+
+    async def _look_for(self, own: str | None) -> None:
+        """Looks for the model of this name (None: for any) unless one is known."""
+        if self._discovered is not None and not self._has(own) and self._may_have(own):
+            await self._discovered.ensure_loaded(own)
 
     def _own(self, name: str) -> str:
         """Returns the own name of a model."""

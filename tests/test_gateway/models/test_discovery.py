@@ -220,6 +220,26 @@ async def test_without_a_name_the_only_model_is_meant(world: World) -> None:
     assert (several.value.status, several.value.code) == (400, "model_required")
 
 
+async def test_the_first_model_is_listed_as_soon_as_it_is_registered(world: World) -> None:
+    await world.discovery.start()
+    assert await world.models.listed() == []
+    await world.register("a")
+    world.now += LOOKUP_S
+
+    assert [model.name for model in await world.models.listed()] == ["a"]
+    reads = world.registry.reads
+    assert [model.name for model in await world.models.listed()] == ["a"]
+    assert world.registry.reads == reads
+
+
+async def test_no_empty_list_is_given_while_redis_is_unreachable(world: World) -> None:
+    world.backend.available = False
+    await world.discovery.start()
+
+    with pytest.raises(BackendUnavailable):
+        await world.models.listed()
+
+
 async def test_the_same_files_are_loaded_once(world: World) -> None:
     for name in ("a", "b"):
         await world.register(name)

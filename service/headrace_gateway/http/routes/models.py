@@ -29,7 +29,7 @@ async def list_models(
 ) -> dict[str, Any]:
     """Returns all served models; with `anthropic-version` a page of them in Anthropic's form."""
     services = services_of(request)
-    models = services.models.listed
+    models = await services.models.listed()
     if is_anthropics(request.scope):
         page, more = page_of(models, limit=limit, after=after_id, before=before_id)
         return listed([await _info(services, model) for model in page], has_more=more)
