@@ -10,6 +10,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from types import TracebackType
 
+from starlette.requests import Request
+
 from headrace_common.errors import BackendUnavailable, FailureCode, RequestFailed
 from headrace_common.sampling.params import MAX_PROMPT_LOGPROB_ENTRIES, SamplingParams
 from headrace_common.sampling.pooling import PoolingParams
@@ -25,9 +27,12 @@ from ..queue_client.ports import Client
 from ..queue_client.request_ids import RequestIds
 from ..queue_client.run import Accepted, cancel_all
 
-# Seconds for tokenising texts whose length no context bounds: to count their tokens, or to embed
-# them. The longest body takes about four; several at once wait for one another.
+# Seconds from the arrival of a body until its texts are tokens, where no context bounds their
+# length: to count their tokens, or to embed them. The longest body takes about four; several at
+# once wait for one another.
 TOKENIZING_S = 6.0
+# The key of a request's state for when its body had arrived, in seconds of the event loop.
+BODY_ARRIVED = "headrace.body_arrived"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -122,11 +127,12 @@ class Admission:
             for request_id, prompt in zip((job.request_id, *further), job.prompts, strict=True)
         ]
 
-    def lifetime(self, headers: Mapping[str, str]) -> tuple[int, int]:
-        """Returns when a request with these headers begins and must end, in Unix ms of Redis."""
-        now = self.clock()
+    def lifetime(self, request: Request) -> tuple[int, int]:
+        """Returns when a request's body had arrived and when it must end, in Unix ms of Redis."""
+        waited = asyncio.get_running_loop().time() - request.scope["state"][BODY_ARRIVED]
+        now = self.clock() - waited
         seconds = seconds_left(
-            headers,
+            request.headers,
             now=now,
             default=self._limits.default_deadline,
             longest=self._limits.max_deadline,
@@ -141,7 +147,7 @@ class Admission:
         message = "the deadline passed before the prompt was tokenised"
         if seconds <= 0:  # a limit of a block that never waits would not end it
             raise RequestFailed(FailureCode.DEADLINE, message)
-        return TimeLimit(seconds, message)
+        return TimeLimit(asyncio.get_running_loop().time() + seconds, message)
 
     async def submit(self, job: Job, requests: Sequence[GenerateRequest]) -> list[Accepted]:
         """Queues all requests, or none if one of them is refused."""
@@ -215,22 +221,22 @@ def _check_length(prompt_tokens: int, max_tokens: int | None, context: int) -> N
         )
 
 
-def tokenizing_limit() -> "TimeLimit":
+def tokenizing_limit(request: Request) -> "TimeLimit":
     """Limits the time in which a request's texts become tokens, where no context bounds them."""
     message = f"the tokens were not counted within {TOKENIZING_S:g} s; send less at once"
-    return TimeLimit(TOKENIZING_S, message)
+    return TimeLimit(request.scope["state"][BODY_ARRIVED] + TOKENIZING_S, message)
 
 
 class TimeLimit:
-    """Ends its block after some seconds: raises RequestFailed with this message.
+    """Ends its block at a time of the event loop: raises RequestFailed with this message.
 
     It is a class, since a generator would cost each request several times as much.
     """
 
     __slots__ = ("_limit", "_message")
 
-    def __init__(self, seconds: float, message: str) -> None:
-        self._limit = asyncio.timeout(seconds)
+    def __init__(self, when: float, message: str) -> None:
+        self._limit = asyncio.timeout_at(when)
         self._message = message
 
     async def __aenter__(self) -> None:

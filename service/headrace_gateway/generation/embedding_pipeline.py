@@ -89,8 +89,8 @@ async def embed(
         headers={"x-request-id": observation.request_name},
     )
     with observation.before_response():
-        lifetime = pipeline.admission.lifetime(headers)
-        async with pipeline.admission.time_to_queue(lifetime), tokenizing_limit():
+        lifetime = pipeline.admission.lifetime(request)
+        async with pipeline.admission.time_to_queue(lifetime), tokenizing_limit(request):
             job = await _job(call)
             requests = await _requests(call, job, lifetime)
         if resume is None:

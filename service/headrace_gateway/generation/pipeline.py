@@ -152,7 +152,7 @@ class Pipeline:
         return grant.headers
 
     async def charged(
-        self, read: Callable[[], Awaitable[tuple[Result, int]]]
+        self, request: Request, read: Callable[[], Awaitable[tuple[Result, int]]]
     ) -> tuple[Result, Mapping[str, str]]:
         """Runs `read` for a request that generates nothing, and counts the tokens that it read.
 
@@ -163,10 +163,10 @@ class Pipeline:
         if self.caller is not None and self.rate_limits is not None:
             grant = await self.rate_limits.reserve_tokenizing(self.caller)
         if grant is None or self.rate_limits is None:
-            async with tokenizing_limit():
+            async with tokenizing_limit(request):
                 return (await read())[0], {}
         try:
-            async with tokenizing_limit():
+            async with tokenizing_limit(request):
                 made, tokens = await read()
             grant.used = tokens
         finally:
@@ -174,7 +174,11 @@ class Pipeline:
         return made, grant.headers
 
     async def count_tokens(
-        self, model: ServedModel, messages: Sequence[Message], options: ChatOptions
+        self,
+        request: Request,
+        model: ServedModel,
+        messages: Sequence[Message],
+        options: ChatOptions,
     ) -> tuple[int, Mapping[str, str]]:
         """Returns the tokens of a chat's prompt, and the answer's headers. Raises the errors of
         `charged`."""
@@ -183,7 +187,7 @@ class Pipeline:
             ids = await self.prompts.chat(model, messages, options)
             return len(ids), len(ids)
 
-        return await self.charged(read)
+        return await self.charged(request, read)
 
     async def generate(
         self, operation: Operation, request: Request, body: GenerationBody, call: Call
@@ -202,7 +206,7 @@ class Pipeline:
             request, request_id, operation.name, call.model, call.sampling, stream=body.stream
         )
         with observation.before_response():
-            lifetime = self.admission.lifetime(headers)
+            lifetime = self.admission.lifetime(request)
             # embedding has a time limit of its own
             await self._check_structure(request, body, call)
             async with self.admission.time_to_queue(lifetime):

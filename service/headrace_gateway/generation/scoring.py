@@ -168,8 +168,8 @@ async def score(
     else:
         answer = score_answer(observation.request_name, model.name)
     with observation.before_response():
-        lifetime = pipeline.admission.lifetime(request.headers)
-        async with pipeline.admission.time_to_queue(lifetime), tokenizing_limit():
+        lifetime = pipeline.admission.lifetime(request)
+        async with pipeline.admission.time_to_queue(lifetime), tokenizing_limit(request):
             job = Job(
                 request_id=request_id,
                 model=model,

@@ -1,5 +1,6 @@
 """The collaborators of routes: built once in create_app, given to each request."""
 
+import asyncio
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
@@ -12,7 +13,7 @@ from ..console.live_feed import LiveFeed
 from ..console.page_files import PageFile
 from ..console.recent_requests import RecentRequests
 from ..errors import invalid
-from ..generation.admission import Admission
+from ..generation.admission import BODY_ARRIVED, Admission
 from ..generation.pipeline import BODY_SIZE, Pipeline
 from ..generation.prompts import PromptEncoder
 from ..generation.resumable_response import ResumableRequests
@@ -91,10 +92,11 @@ class Services:
         """Reads and checks the request's body. Raises ApiError."""
         # joined in one expression, so that the stream keeps no copy
         raw = b"".join([chunk async for chunk in request.stream()])
-        request.scope["state"][BODY_SIZE] = len(raw)
+        state = request.scope["state"]
+        state[BODY_SIZE], state[BODY_ARRIVED] = len(raw), asyncio.get_running_loop().time()
         read = partial(parse, kind, raw, refused, lenient=self.lenient)
         body = await self.pipeline.work.run(len(raw), read)
-        request.scope["state"][BUFFERED_BODY].drop()
+        state[BUFFERED_BODY].drop()
         return body
 
 

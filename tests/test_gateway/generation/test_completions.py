@@ -6,7 +6,9 @@ from typing import Any
 
 import pytest
 from jinja2 import Template
+from starlette.requests import Request
 
+from headrace_gateway.generation.admission import BODY_ARRIVED
 from headrace_gateway.generation.prompts import PromptEncoder
 from headrace_testing.gateway import ANSWER, MAX_MODEL_LEN, Gateway, events
 
@@ -181,6 +183,18 @@ async def test_a_timeout_bounds_tokenising(
 
     assert (answer.status_code, answer.json()["error"]["code"]) == (504, "deadline_exceeded")
     assert gateway.engine.submitted == []
+
+
+async def test_a_timeout_begins_when_the_body_has_arrived(gateway: Gateway) -> None:
+    headers = [(b"x-request-timeout", b"10")]
+    arrived = asyncio.get_running_loop().time() - 3
+    request = Request({"type": "http", "headers": headers, "state": {BODY_ARRIVED: arrived}})
+    admission = gateway.app.state.services.admission
+
+    created_ms, deadline_ms = admission.lifetime(request)
+
+    assert deadline_ms - created_ms == 10_000
+    assert deadline_ms <= admission.clock() * 1000 + 7000
 
 
 @pytest.mark.parametrize("written", ["seconds", "rfc 3339"])

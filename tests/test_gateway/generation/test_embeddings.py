@@ -9,9 +9,11 @@ from typing import Any
 import httpx
 import openai
 import pytest
+from starlette.requests import Request
 
 from headrace_common.errors import FailureCode, QueueFull, RequestFailed
 from headrace_common.wire.messages import GenerateRequest
+from headrace_gateway.generation.admission import BODY_ARRIVED, TOKENIZING_S, tokenizing_limit
 from headrace_gateway.queue_client.client import Delta
 from headrace_gateway.resumable.embedding_batch import IN_FLIGHT
 from headrace_testing.gateway import MODEL, Gateway
@@ -78,6 +80,15 @@ async def test_texts_are_tokenised_in_bounded_time(
     answer = await ask(embedder, input=["Hello", "world"])
 
     assert (answer.status_code, answer.json()["error"]["code"]) == (504, "deadline_exceeded")
+
+
+async def test_texts_have_less_time_if_their_body_has_waited() -> None:
+    arrived = asyncio.get_running_loop().time() - TOKENIZING_S
+    request = Request({"type": "http", "state": {BODY_ARRIVED: arrived}})
+
+    with pytest.raises(RequestFailed, match="send less at once"):
+        async with tokenizing_limit(request):
+            await asyncio.Event().wait()
 
 
 async def test_a_large_answer_is_whole(embedder: Gateway) -> None:

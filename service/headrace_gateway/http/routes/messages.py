@@ -55,7 +55,7 @@ async def count_tokens(request: Request, response: Response) -> dict[str, int]:
     model = await services.models.find(body.model)
     messages, options = await services.pipeline.off_loop(request, partial(_prompt, body, model))
 
-    count, headers = await services.pipeline.count_tokens(model, messages, options)
+    count, headers = await services.pipeline.count_tokens(request, model, messages, options)
     response.headers.update(headers)
     return {"input_tokens": count}
 

@@ -107,7 +107,7 @@ async def count_input_tokens(request: Request, response: Response) -> dict[str, 
     messages = _instructed(body.instructions, history.messages())
     options = _options(body, model, sampling, tools)
 
-    count, headers = await services.pipeline.count_tokens(model, messages, options)
+    count, headers = await services.pipeline.count_tokens(request, model, messages, options)
     response.headers.update(headers)
     return {"object": "response.input_tokens", "input_tokens": count}
 

@@ -36,7 +36,7 @@ async def tokenize(request: Request) -> Response:
         content = await services.pipeline.work.run(len(ids), partial(_content, ids, context, named))
         return content, len(ids)
 
-    content, headers = await services.pipeline.charged(read)
+    content, headers = await services.pipeline.charged(request, read)
     return Response(content, headers=headers, media_type="application/json")
 
 
@@ -52,7 +52,7 @@ async def detokenize(request: Request) -> Response:
         content = await services.pipeline.work.run(len(text), partial(_json, {"prompt": text}))
         return content, len(body.tokens)
 
-    content, headers = await services.pipeline.charged(read)
+    content, headers = await services.pipeline.charged(request, read)
     return Response(content, headers=headers, media_type="application/json")
 
 
