@@ -5,8 +5,8 @@ loops over tokens.
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Protocol
+from dataclasses import dataclass, field
+from typing import Protocol, runtime_checkable
 
 import torch
 from torch.nn import functional as F
@@ -98,6 +98,24 @@ class SharedExpert:
         return gate
 
 
+class JoinedExperts(Protocol):
+    """The experts of a mixture, computed together."""
+
+    def __call__(
+        self, x: torch.Tensor, weights: torch.Tensor, chosen: torch.Tensor
+    ) -> torch.Tensor:
+        """What SparseMoe.mix returns without adapters."""
+
+
+@runtime_checkable
+class JoinableLinear(Protocol):
+    """A layer that can be computed together with those of the other experts."""
+
+    def join(self, experts: Sequence[GatedMLP], config: ExpertsConfig) -> JoinedExperts | None:
+        """The experts, of which the first begins with this layer; None if they have to be computed
+        one by one."""
+
+
 def choose_experts(
     config: ExpertsConfig, logits: torch.Tensor, correction: torch.Tensor | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -134,7 +152,8 @@ def _of_best_groups(config: ExpertsConfig, ranked: torch.Tensor) -> torch.Tensor
 class SparseMoe:
     """Sends each token through the experts that the router chooses.
 
-    Waits for the device to learn how many rows each expert has.
+    Experts are computed together if their layers support it and no adapter changes them; else one
+    by one, which waits for the device to learn how many rows each expert has.
     """
 
     router: Linear
@@ -142,6 +161,12 @@ class SparseMoe:
     shared: SharedExpert | None
     config: ExpertsConfig
     correction: torch.Tensor | None = None
+    _joined: JoinedExperts | None = field(init=False, default=None)
+
+    def __post_init__(self) -> None:
+        first = self.experts[0].gate_up
+        if isinstance(first, JoinableLinear):
+            object.__setattr__(self, "_joined", first.join(self.experts, self.config))
 
     @property
     def can_be_recorded(self) -> bool:
@@ -162,6 +187,8 @@ class SparseMoe:
     ) -> torch.Tensor:
         """The weighted sum of the chosen experts' results for x, or the sum of their results for
         weighted x, without the shared expert."""
+        if self._joined is not None and (lora is None or not lora.experts):
+            return self._joined(x, weights, chosen)
         order = chosen.flatten().argsort(stable=True)
         tokens = order // self.config.per_token
         rows = x.index_select(0, tokens)

@@ -184,6 +184,11 @@ def gelu_tanh_mul(gate_up: torch.Tensor) -> torch.Tensor:
     return F.gelu(gate, approximate="tanh") * up
 
 
+def squared_relu(x: torch.Tensor) -> torch.Tensor:
+    """The activation of MLPs that have no gate."""
+    return F.relu(x).square()
+
+
 def soft_cap(x: torch.Tensor, cap: float | None) -> torch.Tensor:
     """Squashes x into (-cap, cap) by tanh; returns x itself if there is no cap."""
     return x if cap is None else torch.tanh(x / cap) * cap

@@ -27,7 +27,7 @@ from headrace_engine.model_runner.model_runner import ModelRunner
 from headrace_engine.models.base import CausalModel
 from headrace_engine.models.decoder.fused import FusedDecoder
 from headrace_engine.models.decoder.fused_layers import GatedLinear
-from headrace_engine.models.linear.linear_maker import NativeLinear
+from headrace_engine.models.linear.native_linear import NativeLinear
 from headrace_testing.checkpoints import VOCAB, save_checkpoint
 from headrace_testing.cpu_levels import chosen_sets
 from headrace_testing.engines import make_runner

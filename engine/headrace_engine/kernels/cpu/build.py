@@ -24,6 +24,7 @@ SOURCES = (
     "attention.cpp",
     "decoder.cpp",
     "elementwise.cpp",
+    "experts.cpp",
     "gated_delta.cpp",
     "latent.cpp",
     "mamba.cpp",

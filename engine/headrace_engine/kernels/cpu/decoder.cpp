@@ -5,12 +5,25 @@
 #include <new>
 
 #include "executor.h"
-#include "experts.h"
 #include "packing.h"
 #include "paged.h"
+#include "router.h"
 
 namespace headrace {
 namespace {
+
+// The shape of the experts of all layers.
+headrace_experts experts_of(const headrace_decoder& decoder) {
+  return {nullptr,
+          nullptr,
+          decoder.num_experts,
+          decoder.experts_per_token,
+          decoder.hidden,
+          decoder.expert_inner,
+          true,
+          decoder.scaled_inputs,
+          decoder.activation};
+}
 
 template <class Math>
 class Step {
@@ -26,7 +39,8 @@ class Step {
         query_(decoder.num_heads * decoder.head_dim),
         key_value_(decoder.num_kv_heads * decoder.head_dim),
         qkv_stride_(padded(query_ + 2 * key_value_)),
-        experts_(pool, decoder, step.batch.num_tokens) {}
+        router_(pool, decoder, step.batch.num_tokens),
+        experts_(pool, experts_of(decoder), step.batch.num_tokens) {}
 
   bool run(Memory& memory) {
     if (!allocate(memory)) return false;
@@ -53,7 +67,8 @@ class Step {
                         Memory::bytes<Element>(tokens_ * qkv_stride_) +
                         Memory::bytes<Element>(2 * tokens_ * query_) +
                         Memory::bytes<Element>(tokens_ * padded(2 * decoder_.inner) / 2) +
-                        Experts<Math>::bytes(decoder_, tokens_) +
+                        Router<Math>::bytes(decoder_, tokens_) +
+                        Experts<Math>::bytes(experts_of(decoder_), tokens_) +
                         Scratch::bytes(pool_.threads(), scratch_rows, widest)))
       return false;
     residual_ = memory.take<float>(residuals * residual_stride());
@@ -63,6 +78,7 @@ class Step {
     qkv_ = memory.take<Element>(tokens_ * qkv_stride_);
     attended_ = memory.take<Element>(2 * tokens_ * query_);
     gated_ = memory.take<Element>(tokens_ * padded(2 * decoder_.inner) / 2);
+    router_.take(memory);
     experts_.take(memory);
     scratch_.take(memory, pool_.threads(), scratch_rows, widest);
     return true;
@@ -131,16 +147,21 @@ class Step {
     }
     add_output(layer.o, &layer.gate_up, attended, query_, rows, layer.attention_output_norm, nullptr);
     normalize(rows, layer.mlp_norm);
-    if (layer.experts_gate_up)
-      experts_.add(layer, normed_, rows, scratch_, residual_, residual_stride());
+    if (layer.experts_gate_up) run_experts(layer, rows);
     if (layer.gate_up.weight) run_mlp(layer, rows, last ? &decoder_.lm_head : &(&layer)[1].qkv);
     return true;
+  }
+
+  void run_experts(const headrace_decoder_layer& layer, int64_t rows) {
+    router_.choose(layer, normed_, rows, scratch_, experts_.choices());
+    experts_.compute(layer.experts_gate_up, layer.experts_down, normed_, rows, scratch_);
+    experts_.add(residual_, rows, residual_stride());
   }
 
   void run_mlp(const headrace_decoder_layer& layer, int64_t rows, const headrace_linear* then) {
     const int64_t stride = gated_stride(layer.gate_up);
     apply(layer.gate_up, &layer.down, normed_, hidden_, rows, [&](int64_t row, int64_t panel, const Sums& sums) {
-      store_gated(gated_ + row * stride, panel, sums, decoder_);
+      store_gated(gated_ + row * stride, panel, sums, decoder_.activation);
     });
     if (layer.shared_gate)
       each_row(rows, hidden_, [&](int64_t r) {
@@ -245,6 +266,7 @@ class Step {
   const int64_t tokens_, hidden_, query_, key_value_, qkv_stride_;
   float *residual_ = nullptr, *output_ = nullptr, *shares_ = nullptr;
   Element *normed_ = nullptr, *qkv_ = nullptr, *attended_ = nullptr, *gated_ = nullptr;
+  Router<Math> router_;
   Experts<Math> experts_;
   Scratch scratch_;
 };

@@ -18,6 +18,29 @@ struct headrace_linear {
   int64_t outputs;
 };
 
+// `kind` is 0 for SiLU, 1 for the tanh GELU, 2 for gpt-oss's clamped SwiGLU, with alpha and limit,
+// each times the ups; 3 for the square of ReLU, without gates.
+struct headrace_activation {
+  int64_t kind;
+  float alpha;
+  float limit;
+};
+
+// The experts of one layer: `count` layers of one shape each. Outputs of gate_up are gates, then
+// ups; with `interleaved` headrace_panel() of them at a time, gates before their ups. With
+// `scaled_inputs` weights multiply the experts' rows, not their results.
+struct headrace_experts {
+  const headrace_linear* gate_up;
+  const headrace_linear* down;
+  int64_t count;
+  int64_t per_token;
+  int64_t hidden;
+  int64_t inner;
+  int64_t interleaved;
+  int64_t scaled_inputs;
+  headrace_activation activation;
+};
+
 // Norms are float32, and null if the model has none there: output norms come before the residual
 // sums; query and key norms are of each head, or with wide_qk_norm of all heads together. cos and
 // sin [positions, rotated / 2] are the layer's own, and null if it is not rotated. query_scales
@@ -53,12 +76,11 @@ struct headrace_decoder_layer {
 };
 
 // `inner` is the largest inner size of an MLP or of an expert that computes every row. Softcaps
-// are 0 if there are none. `activation` of the gates: 0 SiLU, 1 the tanh GELU, 2 gpt-oss's clamped
-// SwiGLU, with swiglu_alpha and swiglu_limit. With plain_routing experts are chosen by the softmax
-// of their logits; otherwise scores are that softmax or with `sigmoid` the logistic function. A
-// group of adjacent experts counts by the sum of its group_best (1 or 2) best corrected scores;
-// only those of the kept_groups best of at most 64 groups are chosen. Weights are the scores,
-// times expert_factor.
+// are 0 if there are none. `activation` has gates. With plain_routing experts are chosen by the
+// softmax of their logits; otherwise scores are that softmax or with `sigmoid` the logistic
+// function. A group of adjacent experts counts by the sum of its group_best (1 or 2) best corrected
+// scores; only those of the kept_groups best of at most 64 groups are chosen. Weights are the
+// scores, times expert_factor.
 struct headrace_decoder {
   const headrace_decoder_layer* layers;
   const void* embedding;  // [vocab, hidden], bfloat16 or else float32
@@ -83,7 +105,7 @@ struct headrace_decoder {
   int64_t kept_groups;
   int64_t group_best;
   int64_t scaled_inputs;  // whether weights multiply the experts' rows, not their results
-  int64_t activation;
+  headrace_activation activation;
   int64_t block_size;
   int64_t is_bfloat16;
   int64_t kv_storage;  // as in headrace_layer
@@ -92,8 +114,6 @@ struct headrace_decoder {
   float attention_softcap;
   float logits_softcap;
   float embedding_scale;
-  float swiglu_alpha;
-  float swiglu_limit;
   float expert_factor;
 };
 
@@ -131,6 +151,14 @@ HEADRACE_EXPORT int headrace_forward(headrace_executor* executor, const headrace
 HEADRACE_EXPORT int headrace_linear_forward(headrace_executor* executor,
                                             const headrace_linear* linear, float* output,
                                             const void* rows, int64_t count, int64_t is_bfloat16);
+
+// Computes the experts of one layer: output [rows, hidden] of x [rows, hidden], both dense, and of
+// each row's experts and their weights, [rows, per_token]. Returns 0, or 1 if memory ran out.
+HEADRACE_EXPORT int headrace_experts_forward(headrace_executor* executor,
+                                             const headrace_experts* experts, void* output,
+                                             const void* x, const int64_t* chosen,
+                                             const float* weights, int64_t rows,
+                                             int64_t is_bfloat16);
 
 // Outputs of a panel: weights, scales and biases are padded to a multiple of it.
 HEADRACE_EXPORT int64_t headrace_panel();

@@ -14,7 +14,18 @@ import torch
 
 from .arena import Arena
 from .library import Kernels
-from .structs import Convolution, Decoder, Delta, Linear, Mamba, Mamba2, Rows, States, Step
+from .structs import (
+    Convolution,
+    Decoder,
+    Delta,
+    Experts,
+    Linear,
+    Mamba,
+    Mamba2,
+    Rows,
+    States,
+    Step,
+)
 
 # Inputs that share a scale when activations are quantised; groups of weights are multiples of it.
 GROUP = 64
@@ -166,6 +177,25 @@ class Executor:
         ):
             raise MemoryError("no memory for a linear layer")
         return output[:, : layer.outputs]
+
+    def experts(
+        self, layer: Experts, x: torch.Tensor, chosen: torch.Tensor, weights: torch.Tensor
+    ) -> torch.Tensor:
+        """Computes the experts of one layer: x [N, H], each row by its experts `chosen` int64
+        [N, K] with `weights` float32 [N, K], all dense, to [N, H]."""
+        output = torch.empty_like(x)
+        if self._kernels.experts_forward(
+            self._handle,
+            ctypes.addressof(layer),
+            output.data_ptr(),
+            x.data_ptr(),
+            chosen.data_ptr(),
+            weights.data_ptr(),
+            len(x),
+            x.dtype is torch.bfloat16,
+        ):
+            raise MemoryError("no memory for a layer's experts")
+        return output
 
     def padded(self, outputs: int) -> int:
         """Number of outputs, padded to whole panels."""

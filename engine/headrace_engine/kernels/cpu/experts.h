@@ -1,5 +1,4 @@
-// A mixture of experts: each row goes through the gated MLPs with the largest weights of the
-// router.
+// The experts of a mixture: each row goes through the gated MLPs that were chosen for it.
 //
 // Rows are sorted by expert, and the products of all experts are one loop. A row's result does not
 // depend on other rows, as its parts are added in the order of its choices.
@@ -9,212 +8,143 @@
 
 namespace headrace {
 
+// The experts of rows and their weights, [rows, per_token].
+struct Choices {
+  int32_t* experts = nullptr;
+  float* weights = nullptr;
+};
+
 template <class Math>
 class Experts {
  public:
   using Element = typename Math::Element;
 
-  Experts(Pool& pool, const headrace_decoder& decoder, int64_t rows)
-      : pool_(pool),
-        decoder_(decoder),
-        rows_(rows),
-        count_(decoder.num_experts),
-        slots_(rows * decoder.experts_per_token) {}
+  // `shape` may still be without layers.
+  Experts(Pool& pool, const headrace_experts& shape, int64_t rows)
+      : pool_(pool), shape_(shape), count_(shape.count), slots_(rows * shape.per_token) {}
 
-  static int64_t bytes(const headrace_decoder& decoder, int64_t rows) {
-    const int64_t slots = rows * decoder.experts_per_token;
-    return Memory::bytes<float>(rows * padded(decoder.num_experts)) +
-           Memory::bytes<int32_t>(2 * slots) + Memory::bytes<float>(slots) +
-           Memory::bytes<int64_t>(3 * (decoder.num_experts + 1)) +
-           Memory::bytes<Element>(slots * decoder.hidden) +
-           Memory::bytes<Element>(slots * padded(2 * decoder.expert_inner) / 2) +
-           Memory::bytes<float>(slots * padded(decoder.hidden));
+  static int64_t bytes(const headrace_experts& shape, int64_t rows) {
+    const int64_t slots = rows * shape.per_token;
+    return Memory::bytes<int32_t>(2 * slots) + Memory::bytes<float>(slots) +
+           Memory::bytes<int64_t>(3 * (shape.count + 1)) +
+           Memory::bytes<Element>(slots * shape.hidden) +
+           Memory::bytes<Element>(slots * padded(2 * shape.inner) / 2) +
+           Memory::bytes<Element>(slots * unpaired(shape)) +
+           Memory::bytes<float>(slots * padded(shape.hidden));
   }
 
   void take(Memory& memory) {
-    logits_ = memory.take<float>(rows_ * padded(count_));
-    chosen_ = memory.take<int32_t>(2 * slots_);
-    slot_of_ = chosen_ + slots_;
-    weights_ = memory.take<float>(slots_);
+    choices_.experts = memory.take<int32_t>(2 * slots_);
+    slot_of_ = choices_.experts + slots_;
+    choices_.weights = memory.take<float>(slots_);
     first_ = memory.take<int64_t>(3 * (count_ + 1));
     items_before_ = first_ + count_ + 1;
     used_ = items_before_ + count_ + 1;
-    gathered_ = memory.take<Element>(slots_ * decoder_.hidden);
-    gated_ = memory.take<Element>(slots_ * padded(2 * decoder_.expert_inner) / 2);
-    computed_ = memory.take<float>(slots_ * padded(decoder_.hidden));
+    gathered_ = memory.take<Element>(slots_ * shape_.hidden);
+    gated_ = memory.take<Element>(slots_ * padded(2 * shape_.inner) / 2);
+    unpaired_ = memory.take<Element>(slots_ * unpaired(shape_));
+    computed_ = memory.take<float>(slots_ * padded(shape_.hidden));
   }
 
-  // Adds the results of the experts for `rows` rows of x to the residuals.
-  void add(const headrace_decoder_layer& layer, const Element* x, int64_t rows,
-           const Scratch& scratch, float* residual, int64_t residual_stride) {
-    route(layer, x, rows, scratch);
-    sort(rows * decoder_.experts_per_token);
+  // Where the choices of all rows are written before `compute`, which may change their weights.
+  const Choices& choices() const { return choices_; }
+
+  // Computes the experts of a layer for `rows` rows of x, which have choices.
+  void compute(const headrace_linear* gate_up, const headrace_linear* down, const Element* x,
+               int64_t rows, const Scratch& scratch) {
+    sort(rows * shape_.per_token);
     gather(x, rows);
-    const headrace_linear &gate_up = layer.experts_gate_up[0], &down = layer.experts_down[0];
-    const int64_t stride = gated_stride(gate_up), width = padded(decoder_.hidden);
-    each_expert(layer.experts_gate_up, {gathered_, decoder_.hidden, sorted_}, gate_up, scratch,
-                [&](int64_t slot, int64_t panel, const Sums& sums) {
-                  store_gated(gated_ + slot * stride, panel, sums, decoder_);
-                });
-    each_expert(layer.experts_down, {gated_, stride, sorted_}, down, scratch,
+    compute_gated(gate_up, scratch);
+    const int64_t width = padded(shape_.hidden);
+    each_expert(down, {gated_, gated_stride(), sorted_}, scratch,
                 [&](int64_t slot, int64_t panel, const Sums& sums) {
                   store_panel(computed_ + slot * width, panel, sums);
                 });
-    each_row(pool_, rows, decoder_.hidden * decoder_.experts_per_token,
-             [&](int64_t r) { mix(r, residual + r * residual_stride, width); });
+  }
+
+  // Adds the weighted sums of the results for `rows` rows to the residuals.
+  void add(float* residual, int64_t rows, int64_t stride) const {
+    mix(rows, [&](int64_t row, int64_t at, Floats sum) {
+      float* to = residual + row * stride + at;
+      store(to, load(to) + sum);
+    });
+  }
+
+  // Writes the weighted sums to dense rows.
+  void write(Element* output, int64_t rows) const {
+    mix(rows, [&](int64_t row, int64_t at, Floats sum) {
+      store(output + row * shape_.hidden + at, sum);
+    });
   }
 
  private:
-  void route(const headrace_decoder_layer& layer, const Element* x, int64_t rows,
-             const Scratch& scratch) {
-    const int64_t stride = padded(count_);
-    apply_linear<Math>(pool_, layer.router, nullptr, {x, decoder_.hidden, rows}, scratch,
-                       [&](int64_t row, int64_t panel, const Sums& sums) {
-                         store_panel(logits_ + row * stride, panel, sums);
-                       });
-    each_row(pool_, rows, count_ * decoder_.experts_per_token,
-             [&](int64_t r) {
-               if (decoder_.plain_routing)
-                 choose(r, logits_ + r * stride);
-               else
-                 choose_scored(r, logits_ + r * stride, layer.correction);
-             });
+  // Elements of a row of gates and ups that are not interleaved.
+  static int64_t unpaired(const headrace_experts& shape) {
+    return shape.interleaved ? 0 : padded(shape.inner + ups_at(shape));
   }
 
-  // Chooses the largest logits of a row, one after the other, with their softmax over all experts.
-  // A NaN logit is chosen, and makes the row NaN.
-  void choose(int64_t row, float* logits) {
-    const int64_t per_token = decoder_.experts_per_token;
-    int32_t* chosen = chosen_ + row * per_token;
-    float* weights = weights_ + row * per_token;
-    const float best = logits[find_largest(logits, count_)];
-    const float total = total_weight(logits, best);
-    float kept = 0;
-    for (int64_t k = 0; k < per_token; ++k) {
-      chosen[k] = int32_t(find_largest(logits, count_));
-      weights[k] = exp2(splat((logits[chosen[k]] - best) * kLog2e))[0];
-      kept += weights[k];
-      logits[chosen[k]] = -__builtin_inff();
-    }
-    const float scale = 1 / (decoder_.renormalize ? kept : total);
-    for (int64_t k = 0; k < per_token; ++k) weights[k] *= scale;
+  // Where the ups of such a row begin; without gates they are what is activated.
+  static int64_t ups_at(const headrace_experts& shape) {
+    return shape.activation.kind == kSquaredRelu ? 0 : shape.inner;
   }
 
-  // Chooses the best corrected scores, one after the other, of the best groups. Scores are not
-  // negative: a negative one is that of an expert which must not be chosen. NaN is the best score,
-  // and makes the row NaN.
-  void choose_scored(int64_t row, float* scores, const float* correction) {
-    const int64_t per_token = decoder_.experts_per_token;
-    int32_t* chosen = chosen_ + row * per_token;
-    float* weights = weights_ + row * per_token;
-    score(scores);
-    if (decoder_.expert_groups > 1) drop_groups(scores, correction);
-    float kept = 0;
-    for (int64_t k = 0; k < per_token; ++k) {
-      int64_t best = 0;
-      float most = -__builtin_inff();
-      for (int64_t i = 0; i < count_; ++i) {
-        if (scores[i] < 0) continue;
-        const float found = corrected(scores, correction, i);
-        if (found <= most) continue;
-        best = i;
-        most = found;
-      }
-      chosen[k] = int32_t(best);
-      weights[k] = scores[best];
-      kept += weights[k];
-      scores[best] = -1;
-    }
-    const float scale = decoder_.expert_factor / (decoder_.renormalize ? kept : 1);
-    for (int64_t k = 0; k < per_token; ++k) weights[k] *= scale;
-  }
-
-  static float corrected(const float* scores, const float* correction, int64_t index) {
-    return correction ? scores[index] + correction[index] : scores[index];
-  }
-
-  // Turns a row's logits into scores.
-  void score(float* logits) const {
-    if (decoder_.sigmoid) {
-      for (int64_t i = 0; i < count_; ++i) logits[i] = 1 / (1 + exp2(splat(-logits[i] * kLog2e))[0]);
-      return;
-    }
-    const float best = logits[find_largest(logits, count_)], total = total_weight(logits, best);
-    for (int64_t i = 0; i < count_; ++i)
-      logits[i] = exp2(splat((logits[i] - best) * kLog2e))[0] / total;
-  }
-
-  // Makes the scores of all experts outside the best groups negative; of equal groups the first is
-  // better.
-  void drop_groups(float* scores, const float* correction) const {
-    const int64_t groups = decoder_.expert_groups, size = count_ / groups;
-    float totals[64];
-    for (int64_t g = 0; g < groups; ++g) {
-      float first = -__builtin_inff(), second = first;
-      for (int64_t i = g * size; i < (g + 1) * size; ++i) {
-        const float found = corrected(scores, correction, i);
-        if (found > first) {
-          second = first;
-          first = found;
-        } else if (found > second) {
-          second = found;
-        }
-      }
-      totals[g] = decoder_.group_best > 1 ? first + second : first;
-    }
-    for (int64_t g = 0; g < groups; ++g) {
-      int64_t better = 0;
-      for (int64_t other = 0; other < groups; ++other)
-        better += totals[other] > totals[g] || (totals[other] == totals[g] && other < g);
-      if (better < decoder_.kept_groups) continue;
-      for (int64_t i = g * size; i < (g + 1) * size; ++i) scores[i] = -1;
-    }
-  }
-
-  float total_weight(const float* logits, float best) const {
-    Floats sums{};
-    for (int64_t i = 0; i < whole(count_); i += kLanes)
-      sums += exp2((load(logits + i) - best) * kLog2e);
-    float total = sum(sums);
-    for (int64_t i = whole(count_); i < count_; ++i)
-      total += exp2(splat((logits[i] - best) * kLog2e))[0];
-    return total;
-  }
+  int64_t gated_stride() const { return padded(2 * shape_.inner) / 2; }
 
   // Sorts choices by expert: first_[e] is the first slot of expert e, slot_of_[i] that of choice
   // i.
   void sort(int64_t choices) {
     sorted_ = choices;
     std::memset(first_, 0, sizeof(int64_t) * (count_ + 1));
-    for (int64_t i = 0; i < choices; ++i) ++first_[chosen_[i] + 1];
+    for (int64_t i = 0; i < choices; ++i) ++first_[choices_.experts[i] + 1];
     num_used_ = 0;
     for (int64_t e = 0; e < count_; ++e) {
       if (first_[e + 1] > 0) used_[num_used_++] = e;
       first_[e + 1] += first_[e];
     }
-    for (int64_t i = 0; i < choices; ++i) slot_of_[i] = int32_t(first_[chosen_[i]]++);
+    for (int64_t i = 0; i < choices; ++i) slot_of_[i] = int32_t(first_[choices_.experts[i]]++);
     for (int64_t e = count_; e > 0; --e) first_[e] = first_[e - 1];
     first_[0] = 0;
   }
 
   void gather(const Element* x, int64_t rows) {
-    const int64_t hidden = decoder_.hidden, per_token = decoder_.experts_per_token;
+    const int64_t hidden = shape_.hidden, per_token = shape_.per_token;
     each_row(pool_, rows, hidden * per_token, [&](int64_t r) {
       for (int64_t choice = r * per_token; choice < (r + 1) * per_token; ++choice) {
         Element* to = gathered_ + slot_of_[choice] * hidden;
         std::memcpy(to, x + r * hidden, sizeof(Element) * hidden);
-        if (!decoder_.scaled_inputs) continue;
-        scale_row(to, hidden, weights_[choice]);
-        weights_[choice] = 1;
+        if (!shape_.scaled_inputs) continue;
+        scale_row(to, hidden, choices_.weights[choice]);
+        choices_.weights[choice] = 1;
       }
     });
   }
 
-  // emit(slot, panel, sums) for the rows of every expert in use. `like` has the shape of each of
-  // the layers.
+  void compute_gated(const headrace_linear* gate_up, const Scratch& scratch) {
+    const Rows<Element> rows{gathered_, shape_.hidden, sorted_};
+    if (shape_.interleaved) {
+      each_expert(gate_up, rows, scratch, [&](int64_t slot, int64_t panel, const Sums& sums) {
+        store_gated(gated_ + slot * gated_stride(), panel, sums, shape_.activation);
+      });
+      return;
+    }
+    const int64_t stride = unpaired(shape_);
+    each_expert(gate_up, rows, scratch, [&](int64_t slot, int64_t panel, const Sums& sums) {
+      store_panel(unpaired_ + slot * stride, panel, sums);
+    });
+    each_row(pool_, sorted_, 2 * shape_.inner, [&](int64_t slot) {
+      const Element *gate = unpaired_ + slot * stride, *up = gate + ups_at(shape_);
+      Element* to = gated_ + slot * gated_stride();
+      for (int64_t i = 0; i < shape_.inner; i += kLanes)
+        store(to + i, gated(load(gate + i), load(up + i), shape_.activation));
+    });
+  }
+
+  // emit(slot, panel, sums) for the rows of every expert in use. The layers have
+  // one shape.
   template <class Emit>
   void each_expert(const headrace_linear* linears, const Rows<Element>& rows,
-                   const headrace_linear& like, const Scratch& scratch, const Emit& emit) {
+                   const Scratch& scratch, const Emit& emit) {
+    const headrace_linear& like = linears[0];
     QuantRows quant{};
     if (like.scales) quant = scratch.quantize(pool_, rows, like.inputs);
     const int64_t items = count_items(like);
@@ -266,25 +196,30 @@ class Experts {
     return low;
   }
 
-  void mix(int64_t row, float* residual, int64_t width) const {
-    const int64_t per_token = decoder_.experts_per_token;
-    for (int64_t i = 0; i < decoder_.hidden; i += kLanes) {
-      Floats sum{};
-      for (int64_t k = 0; k < per_token; ++k) {
-        const int64_t choice = row * per_token + k;
-        sum += load(computed_ + slot_of_[choice] * width + i) * weights_[choice];
+  // emit(row, at, sum) for a vector of sums, `at` elements into a row.
+  template <class Emit>
+  void mix(int64_t rows, const Emit& emit) const {
+    const int64_t per_token = shape_.per_token, width = padded(shape_.hidden);
+    each_row(pool_, rows, shape_.hidden * per_token, [&](int64_t row) {
+      for (int64_t i = 0; i < shape_.hidden; i += kLanes) {
+        Floats sum{};
+        for (int64_t k = 0; k < per_token; ++k) {
+          const int64_t choice = row * per_token + k;
+          sum += load(computed_ + slot_of_[choice] * width + i) * choices_.weights[choice];
+        }
+        emit(row, i, sum);
       }
-      store(residual + i, load(residual + i) + sum);
-    }
+    });
   }
 
   Pool& pool_;
-  const headrace_decoder& decoder_;
-  const int64_t rows_, count_, slots_;
-  float *logits_ = nullptr, *weights_ = nullptr, *computed_ = nullptr;
-  int32_t *chosen_ = nullptr, *slot_of_ = nullptr;
+  const headrace_experts shape_;
+  const int64_t count_, slots_;
+  Choices choices_;
+  float* computed_ = nullptr;
+  int32_t* slot_of_ = nullptr;
   int64_t *first_ = nullptr, *items_before_ = nullptr, *used_ = nullptr;
-  Element *gathered_ = nullptr, *gated_ = nullptr;
+  Element *gathered_ = nullptr, *gated_ = nullptr, *unpaired_ = nullptr;
   int64_t sorted_ = 0, num_used_ = 0;
 };
 

@@ -55,20 +55,25 @@ inline Sums capped(const Sums& sums, float cap) {
   return found;
 }
 
-inline Floats gated(Floats gate, Floats up, const headrace_decoder& decoder) {
-  switch (decoder.activation) {
+// The kind of an activation without gates.
+constexpr int64_t kSquaredRelu = 3;
+
+inline Floats gated(Floats gate, Floats up, const headrace_activation& activation) {
+  switch (activation.kind) {
     case 1: return gelu_tanh(gate) * up;
-    case 2: return clamped_swiglu(gate, up, decoder.swiglu_alpha, decoder.swiglu_limit);
+    case 2: return clamped_swiglu(gate, up, activation.alpha, activation.limit);
+    case kSquaredRelu: return squared_relu(up);
     default: return silu(gate) * up;
   }
 }
 
 // Half a panel of gates and half a panel of ups, which are interleaved, as one activated half.
 template <class T>
-inline void store_gated(T* row, int64_t panel, const Sums& sums, const headrace_decoder& decoder) {
+inline void store_gated(T* row, int64_t panel, const Sums& sums,
+                        const headrace_activation& activation) {
   T* to = row + panel * (kPanel / 2);
   for (int c = 0; c < kColumns / 2; ++c)
-    store(to + c * kLanes, gated(sums.at[c], sums.at[c + kColumns / 2], decoder));
+    store(to + c * kLanes, gated(sums.at[c], sums.at[c + kColumns / 2], activation));
 }
 
 // Elements between the rows that `store_gated` writes.

@@ -13,7 +13,7 @@ import torch
 
 from .build import library_path, runnable_sets
 
-INTERFACE = 12
+INTERFACE = 13
 FORCE_ISA = "HEADRACE_CPU_ISA"
 DTYPES = (torch.float32, torch.bfloat16)
 
@@ -62,6 +62,9 @@ class Kernels:
         self.forward = self._bind("forward", ctypes.c_int, *[_POINTER] * 3)
         self.linear_forward = self._bind(
             "linear_forward", ctypes.c_int, *[_POINTER] * 4, *[_INT] * 2
+        )
+        self.experts_forward = self._bind(
+            "experts_forward", ctypes.c_int, *[_POINTER] * 6, *[_INT] * 2
         )
         self.pack_weight = self._bind("pack_weight", None, *[_POINTER] * 4, *[_INT] * 3)
         self.pack_int4 = self._bind("pack_int4", None, *[_POINTER] * 3, *[_INT] * 2)

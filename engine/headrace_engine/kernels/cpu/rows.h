@@ -95,6 +95,12 @@ inline Floats gelu_tanh(Floats x) {
   return x / (1.0f + exp2(inner * (-2 * kLog2e)));
 }
 
+// NaN stays NaN.
+inline Floats squared_relu(Floats x) {
+  const Floats bounded = x < splat(0.0f) ? splat(0.0f) : x;
+  return bounded * bounded;
+}
+
 // cap * tanh(x / cap), by tanh(u) = 1 - 2 / (1 + e^2u)
 inline Floats soft_cap(Floats x, float cap) {
   return cap * (1.0f - 2.0f / (1.0f + exp2(x * (2 * kLog2e / cap))));

@@ -54,6 +54,32 @@ class Linear(ctypes.Structure):
     ]
 
 
+# Kinds of activations.
+SILU, GELU_TANH, CLAMPED_SWIGLU, SQUARED_RELU = range(4)
+
+
+class Activation(ctypes.Structure):
+    """`headrace_activation` of decoder.h."""
+
+    _fields_ = [("kind", _INT), ("alpha", _FLOAT), ("limit", _FLOAT)]
+
+
+class Experts(ctypes.Structure):
+    """`headrace_experts` of decoder.h."""
+
+    _fields_ = [
+        ("gate_up", _POINTER),
+        ("down", _POINTER),
+        ("count", _INT),
+        ("per_token", _INT),
+        ("hidden", _INT),
+        ("inner", _INT),
+        ("interleaved", _INT),
+        ("scaled_inputs", _INT),
+        ("activation", Activation),
+    ]
+
+
 class DecoderLayer(ctypes.Structure):
     """`headrace_decoder_layer` of decoder.h."""
 
@@ -110,7 +136,7 @@ class Decoder(ctypes.Structure):
         ("kept_groups", _INT),
         ("group_best", _INT),
         ("scaled_inputs", _INT),
-        ("activation", _INT),
+        ("activation", Activation),
         ("block_size", _INT),
         ("is_bfloat16", _INT),
         ("kv_storage", _INT),
@@ -119,8 +145,6 @@ class Decoder(ctypes.Structure):
         ("attention_softcap", _FLOAT),
         ("logits_softcap", _FLOAT),
         ("embedding_scale", _FLOAT),
-        ("swiglu_alpha", _FLOAT),
-        ("swiglu_limit", _FLOAT),
         ("expert_factor", _FLOAT),
     ]
 

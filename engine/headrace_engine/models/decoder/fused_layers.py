@@ -12,7 +12,7 @@ from ...checkpoints.config import ModelConfig
 from ...layers.expert_weights import ExpertWeights, Names
 from ...layers.layers import Linear, PlainLinear
 from ...operators.cpu import NativeOps
-from ..linear.linear_maker import NativeLinear
+from ..linear.native_linear import NativeLinear
 from .decoder_weights import DecoderWeights, make_weights
 from .fused_weights import FusedWeights
 

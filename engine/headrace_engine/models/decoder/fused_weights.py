@@ -91,9 +91,6 @@ class FusedWeights:
             described.group_best = config.experts.group_best
             described.expert_factor = config.experts.factor
             described.scaled_inputs = config.experts.scaled_inputs
-            if config.experts.swiglu is not None:
-                described.swiglu_alpha = config.experts.swiglu.alpha
-                described.swiglu_limit = config.experts.swiglu.limit
         return described
 
     def _layer(self, index: int) -> structs.DecoderLayer:
@@ -261,11 +258,12 @@ def _embedding_scale(config: ModelConfig, embedding: torch.Tensor) -> float:
     return float(embedding.new_tensor(scale)) if config.rounds_embedding_scale else scale
 
 
-def _activation(config: ModelConfig) -> int:
-    """The activation's number in decoder.h."""
-    if config.experts is not None and config.experts.swiglu is not None:
-        return 2
-    return 1 if config.activation == "gelu_tanh" else 0
+def _activation(config: ModelConfig) -> structs.Activation:
+    swiglu = None if config.experts is None else config.experts.swiglu
+    if swiglu is not None:
+        return structs.Activation(structs.CLAMPED_SWIGLU, swiglu.alpha, swiglu.limit)
+    gelu = config.activation == "gelu_tanh"
+    return structs.Activation(structs.GELU_TANH if gelu else structs.SILU)
 
 
 def _widest_mlp(config: ModelConfig) -> int:

@@ -21,13 +21,8 @@ from ..decoder.decoder_weights import DecoderWeights, make_layer_reader
 from ..decoder.fused import FusedDecoder
 from ..decoder.positions import PositionTables
 from ..layout import Piece
-from ..linear.linear_maker import (
-    NO_INT8,
-    LinearMaker,
-    NativeLinear,
-    QuantizedOps,
-    computes_natively,
-)
+from ..linear.linear_maker import NO_INT8, LinearMaker, QuantizedOps, computes_natively
+from ..linear.native_linear import NativeLinear
 from ..quantization.base import QuantizedFormat
 from ..weights.weights import EMBEDDING, WeightReader
 from .base import DraftHead

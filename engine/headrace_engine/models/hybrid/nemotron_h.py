@@ -3,7 +3,6 @@
 from dataclasses import dataclass
 
 import torch
-from torch.nn import functional as F
 
 from ...checkpoints.architectures import Architecture
 from ...checkpoints.config import ExpertsConfig
@@ -12,6 +11,7 @@ from ...checkpoints.rope import RopeConfig
 from ...layers.feed_forward import FeedForward, GatedMLP, SparseMoe
 from ...layers.layers import Linear
 from ...lora.batch import LayerLoRA
+from ...operators.base import squared_relu
 from ...operators.recurrent import Mamba2Shape
 from .decoder import HybridWeights, ResidualPart
 from .family import Family, Parts, layer_types
@@ -150,11 +150,6 @@ class NemotronH(Family):
             )
         shared = self._mlp(tensors, f"{prefix}shared_experts.", experts.shared_size)
         return FeedForwardSum((mixture, shared))
-
-
-def squared_relu(x: torch.Tensor) -> torch.Tensor:
-    """The activation of MLPs that have no gate."""
-    return F.relu(x).square()
 
 
 @dataclass(frozen=True, slots=True)

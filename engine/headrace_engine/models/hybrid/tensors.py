@@ -7,7 +7,7 @@ from typing import Protocol
 import torch
 
 from ...checkpoints.tensor_files import Shape
-from ...layers.layers import Linear, PlainLinear, make_linear
+from ...layers.layers import Linear, PlainLinear
 from ...operators.base import Ops
 from ..linear.linear_maker import LinearMaker
 from ..weights.weights import WeightReader
@@ -101,7 +101,7 @@ class StoredTensors:
         return self._linears.make(_names(list(matrices), "weight"), biases, exact)
 
     def stacked(self, name: str, count: int, outputs: int, inputs: int) -> list[Linear]:
-        return [make_linear(weight) for weight in self._reader.read(name)]
+        return [self._linears.make_of(weight) for weight in self._reader.read(name)]
 
     def experts(
         self, prefix: str, count: int, stacked: str, matrices: Mapping[str, int], inputs: int

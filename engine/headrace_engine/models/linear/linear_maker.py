@@ -11,7 +11,7 @@ from typing import Protocol, runtime_checkable
 import torch
 from torch.nn import functional as F
 
-from ...kernels.cpu.executor import Executor, PackedLinear
+from ...kernels.cpu.executor import Executor
 from ...kernels.cpu.library import DTYPES
 from ...layers.expert_weights import ExpertWeights, Names, read_experts, read_packed_weights
 from ...layers.float8_linear import make_float8, supports_float8
@@ -22,6 +22,7 @@ from ...layers.quantized_weight import QuantizedWeight, round_weight
 from ...operators.base import Ops
 from ...operators.cpu import NativeOps
 from ..weights.weights import WeightReader
+from .native_linear import NativeLinear
 
 # Rows of the kernels must be a multiple of this: the widest vector.
 LANES = 16
@@ -29,24 +30,6 @@ NO_INT8 = (
     "quantization int8 needs the native CPU kernels, in bfloat16 or float32, or a native model on "
     "a GPU: use quantization none"
 )
-
-
-class NativeLinear:
-    """A layer in the native kernels' layout. Not thread-safe, like its executor."""
-
-    def __init__(self, executor: Executor, layer: PackedLinear) -> None:
-        self._executor, self._layer = executor, layer
-
-    def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        if x.numel() == 0:
-            return x.new_empty(*x.shape[:-1], self._layer.outputs)
-        rows = x.reshape(-1, x.shape[-1]).contiguous()
-        product = self.product(rows).to(x.dtype).contiguous()
-        return product.view(*x.shape[:-1], -1)
-
-    def product(self, rows: torch.Tensor) -> torch.Tensor:
-        """float32 [N, out] of dense rows [N, in], as a whole step's logits are."""
-        return self._executor.linear(self._layer, rows)
 
 
 class QuantizedLinear:
@@ -162,6 +145,10 @@ class LinearMaker:
         if self._quantized_ops is not None and self._quantize and not exact:
             return self._quantized(round_weight(whole), bias)
         return self._make_whole(whole, bias)
+
+    def make_of(self, weight: torch.Tensor) -> Linear:
+        """Makes a layer of weight [out, in], which is not quantised."""
+        return pack_linear(weight, None, self._executor, quantize=False) or make_linear(weight)
 
     def experts(self, experts: Sequence[tuple[Names, Names]]) -> ExpertWeights | None:
         """Stacks a mixture's matrices, given each expert's names of (gate and up, down); None if no
