@@ -53,16 +53,15 @@ def start_program(
 def until(condition: Callable[[], bool], what: str, timeout_s: float = START_TIMEOUT_S) -> None:
     """Waits until a condition holds; fails the test with `what` after a generous limit.
 
-    A slow condition is checked less often, to leave the processors to the processes that it waits
-    for.
+    A slow condition is checked less often, and so is one that does not hold for seconds, to leave
+    the processors to the processes that it waits for.
     """
-    deadline = time.monotonic() + timeout_s
-    begun = time.monotonic()
+    start = begun = time.monotonic()
     while not condition():
         now = time.monotonic()
-        if now > deadline:
+        if now > start + timeout_s:
             raise AssertionError(f"not within {timeout_s:.0f} s: {what}")
-        time.sleep(min(0.1, max(0.02, 2 * (now - begun))))
+        time.sleep(max(min(0.1, max(0.02, 2 * (now - begun))), min(0.25, (now - start) / 20)))
         begun = time.monotonic()
 
 
