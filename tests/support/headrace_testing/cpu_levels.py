@@ -33,8 +33,8 @@ TESTS = (
             "models": ("deterministic", "encoders", "fused", "models", "quantization", "rotary"),
             "offline": ("embeddings",),
             "operators": (
-                "experts", "fused_norm", "packed_weights", "recurrent", "triton_deterministic",
-                "triton_ops",
+                "experts", "fused_norm", "native_experts", "packed_weights", "recurrent",
+                "triton_deterministic", "triton_ops",
             ),
             "sampling": ("logit_masks", "sampler", "triton_sampling"),
         }.items()
