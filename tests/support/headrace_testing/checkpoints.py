@@ -72,7 +72,7 @@ _LATENT: dict[str, Any] = {
     "qk_nope_head_dim": 24,
     "v_head_dim": 20,
 }
-# So many heads that two keys hardly ever have equal scores.
+# With 32 heads two keys hardly ever have equal scores.
 _INDEX: dict[str, Any] = {"index_n_heads": 32, "index_head_dim": 24, "index_topk": 9}
 _DELTA: dict[str, Any] = {
     "linear_key_head_dim": 16,
