@@ -20,11 +20,9 @@ PARAMS = LayerParams(0.3)
 @pytest.mark.parametrize("name", ["reference", "cpu", "triton"])
 def test_each_position_attends_to_the_keys_with_the_best_scores(name: str, kept: int) -> None:
     device = DEVICE if name == "triton" else torch.device("cpu")
-    backend = {
-        "reference": ReferenceBackend,
-        "cpu": CpuBackend,
-        "triton": lambda: TritonBackend((8, 0)),
-    }[name]()
+    backend: ReferenceBackend | CpuBackend | TritonBackend = ReferenceBackend()
+    if name != "reference":
+        backend = CpuBackend() if name == "cpu" else TritonBackend((8, 0))
     spec = KVSpec(1, WIDTH, 4, torch.float32, device, latent=RANK, indexed=INDEXED)
     cache = backend.allocate(12, spec)
     size = sum(part.numel() * part.element_size() for part in cache)
