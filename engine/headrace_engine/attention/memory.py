@@ -9,7 +9,7 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
-from ..core.attention_backend import LayerCache
+from ..core.attention_backend import KVSpec, LayerCache
 
 
 def zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
@@ -19,6 +19,13 @@ def zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> t
         return torch.zeros(shape, dtype=dtype, device=device)
     buffer = np.zeros(math.prod(shape) * dtype.itemsize, dtype=np.uint8)
     return torch.from_numpy(buffer).view(dtype).view(shape)
+
+
+def index_keys(num_blocks: int, spec: KVSpec) -> LayerCache:
+    """The part of a cache that holds an indexer's keys; nothing if the layer has no indexer."""
+    if not spec.indexed:
+        return ()
+    return (zeros((num_blocks, spec.block_size, spec.indexed), spec.dtype, spec.device),)
 
 
 def host_blocks(cache: LayerCache, num_blocks: int) -> LayerCache:

@@ -10,7 +10,7 @@ import torch
 
 from ..core.attention_backend import AttentionMetadata, KVSpec, LayerCache, LayerParams
 from ..layers.fp8_cache import dequantize_kv, quantize_kv, raw
-from .memory import zeros
+from .memory import index_keys, zeros
 
 
 class ReferenceBackend:
@@ -22,12 +22,13 @@ class ReferenceBackend:
     def allocate(self, num_blocks: int, spec: KVSpec) -> LayerCache:
         shape = (num_blocks, spec.block_size, spec.num_kv_heads, spec.head_dim)
         if spec.latent:
-            return (zeros(shape, spec.stored, spec.device),)
+            return (zeros(shape, spec.stored, spec.device), *index_keys(num_blocks, spec))
         return zeros(shape, spec.stored, spec.device), zeros(shape, spec.stored, spec.device)
 
     def block_bytes(self, spec: KVSpec) -> int:
         parts = 1 if spec.latent else 2
-        return parts * spec.block_size * spec.num_kv_heads * spec.head_dim * spec.stored.itemsize
+        elements = parts * spec.block_size * spec.num_kv_heads * spec.head_dim
+        return elements * spec.stored.itemsize + spec.index_bytes
 
     def copy_blocks(self, cache: LayerCache, copies: torch.Tensor) -> None:
         for part in map(raw, cache):
@@ -44,13 +45,13 @@ class ReferenceBackend:
     ) -> torch.Tensor:
         scales = (params.key_scale, params.value_scale)
         for part, new, scale in zip(cache, (key, value), scales, strict=True):
-            _store(new, part, metadata.slots, scale)
+            store(new, part, metadata.slots, scale)
         output = torch.empty_like(query, memory_format=torch.contiguous_format)
         starts = metadata.query_start.tolist()
         for index, length in enumerate(metadata.seq_lens.tolist()):
             rows = slice(starts[index], starts[index + 1])
             keys, values = (
-                dequantize_kv(_gather(part, metadata.block_tables[index], length), scale)
+                dequantize_kv(gather(part, metadata.block_tables[index], length), scale)
                 for part, scale in zip(cache, scales, strict=True)
             )
             output[rows] = attend(query[rows], keys, values, params)
@@ -66,24 +67,24 @@ class ReferenceBackend:
         rank: int,
     ) -> torch.Tensor:
         (part,), scale = cache, params.key_scale
-        _store(latents[:, None], part, metadata.slots, scale)
+        store(latents[:, None], part, metadata.slots, scale)
         output = query.new_empty(*query.shape[:2], rank)
         starts = metadata.query_start.tolist()
         for index, length in enumerate(metadata.seq_lens.tolist()):
             rows = slice(starts[index], starts[index + 1])
-            keys = dequantize_kv(_gather(part, metadata.block_tables[index], length), scale)
+            keys = dequantize_kv(gather(part, metadata.block_tables[index], length), scale)
             output[rows] = attend(query[rows], keys, keys[..., :rank], params)
         return output
 
 
-def _store(new: torch.Tensor, part: torch.Tensor, slots: torch.Tensor, scale: float) -> None:
-    """Writes keys or values [T, Hkv, D] to their slots."""
+def store(new: torch.Tensor, part: torch.Tensor, slots: torch.Tensor, scale: float) -> None:
+    """Writes keys or values [T, ...] to their slots in a cache [blocks, block_size, ...]."""
     made = raw(quantize_kv(new, part.dtype, scale))
     raw(part).flatten(0, 1).index_copy_(0, slots, made)
 
 
-def _gather(part: torch.Tensor, blocks: torch.Tensor, length: int) -> torch.Tensor:
-    """Gathers the keys or values [length, Hkv, D] of one sequence from the cache."""
+def gather(part: torch.Tensor, blocks: torch.Tensor, length: int) -> torch.Tensor:
+    """Gathers the keys or values [length, ...] of one sequence from the cache."""
     count = -(-length // part.shape[1])
     found = raw(part).index_select(0, blocks[:count].long())
     return found.flatten(0, 1)[:length].view(part.dtype)

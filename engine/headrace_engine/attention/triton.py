@@ -38,7 +38,7 @@ from ..layers.fp8_cache import Storage, raw, storage
 from ..operators.base import TorchOps
 from ..operators.qkv import QKVRows
 from ..operators.triton import StoreTarget, can_rotate, rotate_and_store
-from .memory import zeros
+from .memory import index_keys, zeros
 
 
 class TritonBackend:
@@ -91,7 +91,7 @@ class TritonBackend:
     def allocate(self, num_blocks: int, spec: KVSpec) -> LayerCache:
         if spec.latent:
             latents = (num_blocks, spec.block_size, spec.head_dim)
-            return (zeros(latents, spec.stored, spec.device),)
+            return (zeros(latents, spec.stored, spec.device), *index_keys(num_blocks, spec))
         if spec.head_dim > LARGEST_HEAD:
             raise ConfigError(
                 f"attention_backend triton takes head sizes up to {LARGEST_HEAD}, not "
@@ -102,7 +102,7 @@ class TritonBackend:
 
     def block_bytes(self, spec: KVSpec) -> int:
         elements = spec.block_size * spec.num_kv_heads * spec.head_dim
-        return (1 if spec.latent else 2) * elements * spec.stored.itemsize
+        return (1 if spec.latent else 2) * elements * spec.stored.itemsize + spec.index_bytes
 
     def copy_blocks(self, cache: LayerCache, copies: torch.Tensor) -> None:
         for part in map(raw, cache):

@@ -26,9 +26,9 @@ TensorLayout = Literal[
     "llama", "phi3", "mixtral", "glm", "glm4", "gptoss", "deepseek", "ernie", "hunyuan", "llama4"
 ]
 # Which layers have an MLP instead of a mixture: none; as many as first_k_dense_replace, from layer
-# 0 on (first); those that mlp_layer_types calls dense (typed). By their numbers: those outside
-# moe_layer_start_index to moe_layer_end_index, in steps of moe_layer_interval (ranged); those
-# outside moe_layers, or all but every n-th (listed).
+# 0 on (first); those that mlp_layer_types calls dense, or else the same (typed). By their numbers:
+# those outside moe_layer_start_index to moe_layer_end_index, in steps of moe_layer_interval
+# (ranged); those outside moe_layers, or all but every n-th (listed).
 Dense = Literal["none", "first", "typed", "ranged", "listed"]
 
 
@@ -71,11 +71,17 @@ class Mixture:
 
 @dataclass(frozen=True, slots=True)
 class Latents:
-    """Attention over latents (MLA): defaults of q_lora_rank, qk_nope_head_dim and v_head_dim."""
+    """Attention over latents (MLA): defaults of q_lora_rank, qk_nope_head_dim and v_head_dim.
+
+    With `index_heads`, the default of index_n_heads, an indexer chooses the keys of each position
+    (DeepSeek V3.2). Its rotation pairs neighbours if `index_interleaved`.
+    """
 
     query_rank: int = 1536
     plain: int = 128
     value: int = 128
+    index_heads: int | None = None
+    index_interleaved: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -214,6 +220,16 @@ _SIGMOID = Mixture(
     factor=1.0,
     shared_field="n_shared_experts",
     shared=1,
+)
+_DEEPSEEK_V3 = replace(
+    _SIGMOID,
+    count=256,
+    per_token=8,
+    inner=2048,
+    groups=(8, 4),
+    factor=2.5,
+    dense="first",
+    dense_layers=3,
 )
 _GLM4_MOE = Architecture(
     o_bias=False,
@@ -527,16 +543,24 @@ ARCHITECTURES: dict[str, Architecture] = {
     "DeepseekV3ForCausalLM": replace(
         _LATENT,
         max_position_embeddings=4096,
-        mixture=replace(
-            _SIGMOID,
-            count=256,
-            per_token=8,
-            inner=2048,
-            groups=(8, 4),
-            factor=2.5,
-            dense="first",
-            dense_layers=3,
+        mixture=_DEEPSEEK_V3,
+        draft_layers=1,
+    ),
+    "DeepseekV32ForCausalLM": replace(
+        _LATENT,
+        max_position_embeddings=163840,
+        latents=Latents(index_heads=64),
+        mixture=replace(_DEEPSEEK_V3, dense="typed"),
+        draft_layers=1,
+    ),
+    "GlmMoeDsaForCausalLM": replace(
+        _LATENT,
+        max_position_embeddings=202752,
+        rms_norm_eps=1e-5,
+        latents=Latents(
+            query_rank=2048, plain=192, value=256, index_heads=32, index_interleaved=True
         ),
+        mixture=replace(_DEEPSEEK_V3, groups=(1, 1), dense="typed"),
         draft_layers=1,
     ),
     "Glm4MoeLiteForCausalLM": replace(
@@ -544,7 +568,9 @@ ARCHITECTURES: dict[str, Architecture] = {
         max_position_embeddings=202752,
         rms_norm_eps=1e-5,
         latents=Latents(query_rank=768, plain=192, value=256),
-        mixture=replace(_SIGMOID, count=64, per_token=4, inner=1536, factor=1.8, dense="typed"),
+        mixture=replace(
+            _SIGMOID, count=64, per_token=4, inner=1536, factor=1.8, dense="typed", dense_layers=1
+        ),
     ),
 }
 

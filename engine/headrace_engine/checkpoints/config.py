@@ -81,13 +81,30 @@ class ExpertsConfig:
 
 
 @dataclass(frozen=True, slots=True)
+class IndexConfig:
+    """An indexer, which chooses the keys that a position attends to: DeepSeek Sparse Attention
+    (DeepSeek-V3.2, https://arxiv.org/abs/2512.02556).
+
+    A key's score is the sum over `heads` of their products with the key, those below 0 being 0,
+    each times a weight of the position. The cache has one key of `width` elements for each
+    position. Each position attends to the `kept` keys with the best scores. The rotation of these
+    keys and queries pairs neighbours if `interleaved`.
+    """
+
+    heads: int
+    width: int
+    kept: int
+    interleaved: bool
+
+
+@dataclass(frozen=True, slots=True)
 class LatentConfig:
     """Attention over latents: MLA (DeepSeek-V2, https://arxiv.org/abs/2405.04434).
 
     The cache has a latent of `rank` elements for each position, from which the keys and values of
     all heads are made, and a rotated key of `rotary` elements that all heads share. A head's query
     and key have `plain` elements more, its values have `value`. Queries are made from `query_rank`
-    elements, or from the hidden state.
+    elements, or from the hidden state. With `index` a position attends to few of the latents.
     """
 
     rank: int
@@ -95,6 +112,7 @@ class LatentConfig:
     plain: int
     value: int
     query_rank: int | None
+    index: IndexConfig | None = None
 
     @property
     def width(self) -> int:
@@ -175,7 +193,8 @@ class ModelConfig:
     def cached_elements(self) -> int:
         """Elements that a layer caches for a position."""
         if self.latent is not None:
-            return self.latent.width
+            index = self.latent.index
+            return self.latent.width + (0 if index is None else index.width)
         return 2 * self.num_kv_heads * self.head_dim
 
     def kv_scale(self, layer: int) -> tuple[float, float]:
@@ -329,7 +348,29 @@ def _latent(fields: Fields, family: Latents) -> LatentConfig:
         plain=fields.integer("qk_nope_head_dim", family.plain),
         value=fields.integer("v_head_dim", family.value),
         query_rank=fields.optional_integer("q_lora_rank", family.query_rank),
+        index=None if family.index_heads is None else _index(fields, family, family.index_heads),
     )
+
+
+def _index(fields: Fields, family: Latents, heads: int) -> IndexConfig:
+    kinds = fields.get("indexer_types", None)
+    if (kinds is not None and set(kinds) != {"full"}) or any(
+        fields.get(name, default) != default
+        for name, default in (("index_topk_freq", 1), ("index_topk_pattern", None))
+    ):
+        raise fields.error("indexer_types", "full for all layers: layers share no chosen keys here")
+    if fields.optional_integer("q_lora_rank", family.query_rank) is None:
+        raise fields.error("q_lora_rank", "a whole number above 0")
+    found = IndexConfig(
+        heads=fields.integer("index_n_heads", heads),
+        width=fields.integer("index_head_dim", 128),
+        kept=fields.integer("index_topk", 2048),
+        interleaved=family.index_interleaved,
+    )
+    rotary = fields.integer("qk_rope_head_dim", 64)
+    if found.width < rotary:
+        raise fields.error("index_head_dim", f"at least qk_rope_head_dim ({rotary})")
+    return found
 
 
 def _latent_scale(latent: LatentConfig, rope: RopeConfig) -> float:
@@ -546,7 +587,9 @@ def _mixture_layers(fields: Fields, family: Mixture) -> tuple[bool, ...]:
         first = fields.count("first_k_dense_replace", family.dense_layers)
         return tuple(index >= first for index in layers)
     if family.dense == "typed":
-        kinds = fields.get("mlp_layer_types", ["dense", *["sparse"] * (len(layers) - 1)])
+        first = fields.count("first_k_dense_replace", family.dense_layers)
+        usual = ["dense" if index < first else "sparse" for index in layers]
+        kinds = fields.get("mlp_layer_types", usual)
         if not isinstance(kinds, list) or len(kinds) != len(layers):
             raise fields.error("mlp_layer_types", f"a list of {len(layers)} names")
         if not set(kinds) <= {"dense", "sparse"}:

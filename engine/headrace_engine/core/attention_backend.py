@@ -20,7 +20,8 @@ class KVSpec:
 
     `dtype` is the model's, `cache_dtype` the cache's (None: the same). `latent` above 0: values
     are the first `latent` elements of the keys of the only KV head; only keys are stored, and
-    LatentBackend computes.
+    LatentBackend computes. `indexed` above 0: the last tensor of the cache is an indexer's keys,
+    [blocks, block_size, indexed] in `dtype`.
     """
 
     num_kv_heads: int
@@ -30,6 +31,12 @@ class KVSpec:
     device: torch.device
     cache_dtype: torch.dtype | None = None
     latent: int = 0
+    indexed: int = 0
+
+    @property
+    def index_bytes(self) -> int:
+        """Bytes of an indexer's keys in one block."""
+        return self.block_size * self.indexed * self.dtype.itemsize
 
     @property
     def stored(self) -> torch.dtype:

@@ -11,7 +11,6 @@ import torch
 from .. import attention
 from ..checkpoints.architectures import attends_in_chunks, keeps_latents
 from ..checkpoints.checkpoint import Checkpoint, load_checkpoint
-from ..core.attention_backend import KVSpec
 from ..core.config import EngineConfig
 from ..core.errors import ConfigError
 from ..core.kv_cache_groups import KVLayout
@@ -94,9 +93,7 @@ def place_model(config: EngineConfig, shard: Shard | None = None) -> PlacedModel
         loaded = load_model(config, checkpoint, options)
 
     def block_bytes(shape: KVShape) -> int:
-        heads, dim = shape.num_kv_heads, shape.head_dim
-        size = config.block_size
-        return backend.block_bytes(KVSpec(heads, dim, size, dtype, device, stored, shape.latent))
+        return backend.block_bytes(shape.spec(config.block_size, dtype, device, stored))
 
     placed = PlacedModel(
         model=loaded.model,

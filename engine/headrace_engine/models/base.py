@@ -8,7 +8,7 @@ from typing import Protocol, runtime_checkable
 import torch
 
 from ..checkpoints.config import ModelConfig
-from ..core.attention_backend import AttentionMetadata, LayerCache
+from ..core.attention_backend import AttentionMetadata, KVSpec, LayerCache
 from ..core.kv_cache_groups import KVLayout
 from ..core.recurrent_state import StateBatch, StateLayout, StateTensor
 from ..lora.batch import LoRABatch
@@ -57,16 +57,39 @@ def of_layers(
 @dataclass(frozen=True, slots=True)
 class KVShape:
     """The shape of one layer's keys and values. `latent` above 0: values are the first `latent`
-    elements of keys, and are not stored."""
+    elements of keys, and are not stored. `indexed`: elements of an indexer's key of a position."""
 
     num_kv_heads: int
     head_dim: int
     latent: int = 0
+    indexed: int = 0
 
     @classmethod
     def of(cls, config: ModelConfig) -> "KVShape":
-        latent = 0 if config.latent is None else config.latent.rank
-        return cls(config.num_kv_heads, config.head_dim, latent)
+        if config.latent is None:
+            return cls(config.num_kv_heads, config.head_dim)
+        index = config.latent.index
+        indexed = 0 if index is None else index.width
+        return cls(config.num_kv_heads, config.head_dim, config.latent.rank, indexed)
+
+    def spec(
+        self,
+        block_size: int,
+        dtype: torch.dtype,
+        device: torch.device,
+        cache_dtype: torch.dtype | None,
+    ) -> KVSpec:
+        """What an attention backend needs to know to allocate the layer's cache."""
+        return KVSpec(
+            self.num_kv_heads,
+            self.head_dim,
+            block_size,
+            dtype,
+            device,
+            cache_dtype,
+            self.latent,
+            self.indexed,
+        )
 
 
 class CausalModel(Protocol):

@@ -162,14 +162,6 @@ class PlacedModel:
         """One spec for each place."""
         shapes = self.kv_shapes
         return [
-            KVSpec(
-                shape.num_kv_heads,
-                shape.head_dim,
-                block_size,
-                self.dtype,
-                self.device,
-                self.cache_dtype,
-                shape.latent,
-            )
-            for shape in map(shapes.__getitem__, self.layout.layer_of_each_place)
+            shapes[layer].spec(block_size, self.dtype, self.device, self.cache_dtype)
+            for layer in self.layout.layer_of_each_place
         ]

@@ -72,6 +72,8 @@ _LATENT: dict[str, Any] = {
     "qk_nope_head_dim": 24,
     "v_head_dim": 20,
 }
+# With 32 heads two keys hardly ever have equal scores.
+_INDEX: dict[str, Any] = {"index_n_heads": 32, "index_head_dim": 24, "index_topk": 9}
 _DELTA: dict[str, Any] = {
     "linear_key_head_dim": 16,
     "linear_value_head_dim": 8,
@@ -410,6 +412,16 @@ SHAPES: dict[str, Shape] = {
             "rope_parameters": {**_YARN, "mscale": 1.0, "mscale_all_dim": 0.7},
         },
     ),
+    "deepseek-v32": Shape(
+        "DeepseekV32Config",
+        {
+            **_ROUTED,
+            **_LATENT,
+            **_INDEX,
+            "rope_parameters": {**_YARN, "mscale": 1.0, "mscale_all_dim": 0.7},
+        },
+    ),
+    "glm-moe-dsa": Shape("GlmMoeDsaConfig", {**_ROUTED, **_LATENT, **_INDEX}),
     "glm4-moe-lite": Shape("Glm4MoeLiteConfig", {**_ROUTED, **_LATENT}),
     "minimax-m2": Shape(
         "MiniMaxM2Config",

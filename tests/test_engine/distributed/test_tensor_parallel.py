@@ -71,6 +71,7 @@ def close(runner: ModelRunner) -> None:
         ("llama4", 2),
         ("deepseek-v2-lite", 2),
         ("deepseek-v3", 4),
+        ("deepseek-v32", 2),
     ],
 )
 def test_greedy_tokens_equal_transformers(

@@ -97,6 +97,13 @@ def test_absent_fields_are_as_in_transformers(name: str, tmp_path: Path) -> None
         ("Glm4MoeForCausalLM", {"n_group": 3}, "n_group must be a divisor of the number of .* 128"),
         ("Glm4MoeForCausalLM", {"n_group": 32, "topk_group": 1}, "topk_group must be at most"),
         ("OlmoeForCausalLM", {"clip_qkv": 8.0}, "clip_qkv must be one of None"),
+        ("GlmMoeDsaForCausalLM", {"index_topk_freq": 4}, "indexer_types must be full for all"),
+        ("DeepseekV32ForCausalLM", {"q_lora_rank": None}, "q_lora_rank must be a whole number"),
+        (
+            "DeepseekV32ForCausalLM",
+            {"index_head_dim": 32},
+            "index_head_dim must be at least qk_rope_head_dim",
+        ),
         ("Ernie4_5_MoeForCausalLM", {"use_bias": True}, "use_bias must be one of False"),
         (
             "Mistral3ForConditionalGeneration",

@@ -79,11 +79,24 @@ KIMI_K2: dict[str, Any] = {
     "topk_group": 1,
     "vocab_size": 163840,
 }
+# With an indexer, whose key of 128 elements is cached too.
+DEEPSEEK_V32: dict[str, Any] = {
+    **DEEPSEEK_V3,
+    "architectures": ["DeepseekV32ForCausalLM"],
+    "model_type": "deepseek_v32",
+    "index_head_dim": 128,
+    "index_n_heads": 64,
+    "index_topk": 2048,
+}
 
 
 @pytest.mark.parametrize(
     ("fields", "cached", "parameters"),
-    [(DEEPSEEK_V3, 61 * (512 + 64) * 2, 671e9), (KIMI_K2, 61 * (512 + 64) * 2, 1027e9)],
+    [
+        (DEEPSEEK_V3, 61 * (512 + 64) * 2, 671e9),
+        (KIMI_K2, 61 * (512 + 64) * 2, 1027e9),
+        (DEEPSEEK_V32, 61 * (512 + 64 + 128) * 2, 672e9),
+    ],
 )
 def test_a_token_takes_the_bytes_of_its_latents(
     fields: dict[str, Any], cached: int, parameters: float, tmp_path: Path
@@ -92,7 +105,7 @@ def test_a_token_takes_the_bytes_of_its_latents(
     checkpoint = load_checkpoint(str(tmp_path))
     found = describe(checkpoint)
     assert (found.implementation, found.dtype) == ("native", "bfloat16")
-    assert found.kv_bytes_per_token == cached == 70_272
+    assert found.kv_bytes_per_token == cached
     shapes = expected_tensors(ModelConfig.from_hf(checkpoint)).values()
     counted = sum(shape[0] * (shape[1] if len(shape) > 1 else 1) for shape in shapes)
     assert abs(counted / parameters - 1) < 0.005

@@ -14,6 +14,7 @@ import torch
 
 from headrace_common.sampling.params import SamplingParams
 from headrace_engine.core.errors import ConfigError, ContextTooLong
+from headrace_engine.core.speculative_config import SpeculativeConfig
 from headrace_engine.engine.engine import Engine
 from headrace_engine.models.transformers.transformers_model import TransformersModel
 from headrace_testing.checkpoints import (
@@ -80,6 +81,8 @@ NATIVE = [
     "deepseek-v2",
     "deepseek-v2-lite",
     "deepseek-v3",
+    "deepseek-v32",
+    "glm-moe-dsa",
     "glm4-moe-lite",
     "hunyuan",
     "hunyuan-moe",
@@ -90,7 +93,7 @@ MANY = ("llama", "mistral", "gemma2", "gpt_neox")
 FEW = (
     "smollm3", "olmo2", "olmo3", "granite", "ministral3", "mistral3-multimodal", "glm",
     "glm4", "exaone4", "ernie4_5", "seed_oss", "solar-open", "olmoe",
-    "deepseek-v2-lite", "glm4-moe-lite", "hunyuan", "hunyuan-moe", "llama4-two",
+    "deepseek-v2-lite", "glm-moe-dsa", "glm4-moe-lite", "hunyuan", "hunyuan-moe", "llama4-two",
     "llama4-multimodal",
 )  # fmt: skip
 
@@ -152,7 +155,17 @@ def test_float32_logits_equal_transformers(
 
 @pytest.mark.parametrize(
     "name",
-    ["llama", "llama4", "qwen2-window", "gemma3", "mixtral", "gpt-oss", "glm4-moe", "deepseek-v3"],
+    [
+        "llama",
+        "llama4",
+        "qwen2-window",
+        "gemma3",
+        "mixtral",
+        "gpt-oss",
+        "glm4-moe",
+        "deepseek-v3",
+        "deepseek-v32",
+    ],
 )
 def test_preempted_sequences_continue_with_the_same_tokens(
     name: str, backend: str, checkpoint: CheckpointMaker, reference: ReferenceMaker
@@ -170,7 +183,17 @@ def test_preempted_sequences_continue_with_the_same_tokens(
 
 @pytest.mark.parametrize(
     "name",
-    ["qwen3", "phi3", "gemma2", "qwen3-moe", "gpt-oss", "minimax-m2", "deepseek-v2", "llama4"],
+    [
+        "qwen3",
+        "phi3",
+        "gemma2",
+        "qwen3-moe",
+        "gpt-oss",
+        "minimax-m2",
+        "deepseek-v2",
+        "llama4",
+        "deepseek-v32",
+    ],
 )
 def test_prefix_hits_change_no_token(
     name: str, backend: str, checkpoint: CheckpointMaker, reference: ReferenceMaker
@@ -185,7 +208,7 @@ def test_prefix_hits_change_no_token(
     assert engine.stats().prefix_hit_tokens >= 5 * 28
 
 
-@pytest.mark.parametrize("name", ["llama", "gpt_neox", "glm4-moe-lite", "llama4"])
+@pytest.mark.parametrize("name", ["llama", "gpt_neox", "glm4-moe-lite", "llama4", "glm-moe-dsa"])
 def test_forked_choices_share_blocks_and_give_the_same_tokens(
     name: str, backend: str, checkpoint: CheckpointMaker, reference: ReferenceMaker
 ) -> None:
@@ -195,6 +218,21 @@ def test_forked_choices_share_blocks_and_give_the_same_tokens(
     engine = Engine(engine_config(folder), runner)
     outputs = run(engine, [request("fork", path.prompt, greedy(LENGTH, n=4))])
     assert [tuple(outputs["fork", choice].token_ids) for choice in range(4)] == [path.output] * 4
+
+
+@pytest.mark.parametrize("name", ["deepseek-v32", "glm-moe-dsa"])
+def test_drafts_from_ngrams_change_no_token_of_models_with_an_indexer(
+    name: str, backend: str, checkpoint: CheckpointMaker, reference: ReferenceMaker
+) -> None:
+    ngram = SpeculativeConfig(
+        method="ngram", prompt_lookup_min=1, num_speculative_tokens=3, adaptive=False
+    )
+    serve(
+        checkpoint(name),
+        reference(name).clear_paths(4, LENGTH),
+        attention_backend=backend,
+        speculative_config=ngram,
+    )
 
 
 def test_sampled_tokens_depend_on_seed_and_choice_only(
@@ -376,7 +414,7 @@ def test_a_field_that_native_does_not_support_is_left_to_transformers(tmp_path: 
                 "moe_intermediate_size": 16,
                 "pad_token_id": 0,
             },
-            "indexed_attention; serve DeepSeek V3.1",
+            "indexed_attention",
         ),
     ],
 )

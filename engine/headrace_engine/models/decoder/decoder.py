@@ -73,6 +73,8 @@ class Decoder:
     @property
     def can_be_recorded(self) -> bool:
         """Whether a step never waits for the device."""
+        if self._config.latent is not None and self._config.latent.index is not None:
+            return False
         return all(layer.mlp.can_be_recorded for layer in self._layers)
 
     @property
@@ -168,11 +170,12 @@ class Decoder:
         qkv = layer.qkv(hidden)
         if lora is not None:
             lora.add("qkv", hidden, qkv)
-        return self._attend_qkv(layer, qkv, at, cache, metadata, lora)
+        return self._attend_qkv(layer, hidden, qkv, at, cache, metadata, lora)
 
     def _attend_qkv(
         self,
         layer: DecoderLayer,
+        hidden: torch.Tensor,
         qkv: torch.Tensor,
         at: LayerPositions,
         cache: LayerCache,
@@ -181,7 +184,7 @@ class Decoder:
     ) -> torch.Tensor:
         if self._latent_attention is not None and layer.latent is not None:
             return self._latent_attention(
-                layer.latent, qkv, at, cache, metadata, layer.params, lora
+                layer.latent, hidden, qkv, at, cache, metadata, layer.params, lora
             )
         if layer.wide_qk_norm is not None:
             qkv = self._norm_rows(qkv, layer.wide_qk_norm)

@@ -70,11 +70,29 @@ def _latent_tensors(latent: LatentConfig, heads: int, hidden: int) -> dict[str, 
         found["self_attn.q_a_layernorm.weight"] = (latent.query_rank,)
         found["self_attn.q_b_proj.weight"] = (queries, latent.query_rank)
     expanded = heads * (latent.plain + latent.value)
-    return found | {
-        "self_attn.kv_a_proj_with_mqa.weight": (latent.width, hidden),
-        "self_attn.kv_a_layernorm.weight": (latent.rank,),
-        "self_attn.kv_b_proj.weight": (expanded, latent.rank),
-        "self_attn.o_proj.weight": (hidden, heads * latent.value),
+    return (
+        found
+        | _index_tensors(latent, hidden)
+        | {
+            "self_attn.kv_a_proj_with_mqa.weight": (latent.width, hidden),
+            "self_attn.kv_a_layernorm.weight": (latent.rank,),
+            "self_attn.kv_b_proj.weight": (expanded, latent.rank),
+            "self_attn.o_proj.weight": (hidden, heads * latent.value),
+        }
+    )
+
+
+def _index_tensors(latent: LatentConfig, hidden: int) -> dict[str, Shape]:
+    index = latent.index
+    if index is None:
+        return {}
+    assert latent.query_rank is not None
+    return {
+        "self_attn.indexer.wq_b.weight": (index.heads * index.width, latent.query_rank),
+        "self_attn.indexer.wk.weight": (index.width, hidden),
+        "self_attn.indexer.k_norm.weight": (index.width,),
+        "self_attn.indexer.k_norm.bias": (index.width,),
+        "self_attn.indexer.weights_proj.weight": (index.heads, hidden),
     }
 
 

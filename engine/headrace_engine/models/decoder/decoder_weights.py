@@ -10,7 +10,13 @@ from typing import Protocol
 
 import torch
 
-from ...checkpoints.config import ClampedSwiGLU, ExpertsConfig, LatentConfig, ModelConfig
+from ...checkpoints.config import (
+    ClampedSwiGLU,
+    ExpertsConfig,
+    IndexConfig,
+    LatentConfig,
+    ModelConfig,
+)
 from ...core.attention_backend import LayerParams
 from ...layers.expert_weights import ExpertWeights, MixtureOps, MixtureParts, Names
 from ...layers.feed_forward import (
@@ -26,7 +32,7 @@ from ...operators.base import Ops, QKNorm, gelu_tanh_mul
 from ..linear.linear_maker import LinearMaker
 from ..weights.weights import WeightReader
 from .decoder_tensors import NormNames, expected_tensors, ignored_tensors
-from .latent import LatentWeights
+from .latent import IndexWeights, LatentWeights
 
 
 @dataclass(frozen=True, slots=True)
@@ -186,6 +192,18 @@ class _LayerReader:
             norm=self.norm(f"{prefix}kv_a_layernorm.weight"),
             keys=heads[:, : latent.plain].contiguous(),
             values=heads[:, latent.plain :].transpose(1, 2).contiguous(),
+            index=None if latent.index is None else self._index(f"{prefix}indexer.", latent.index),
+        )
+
+    def _index(self, prefix: str, index: IndexConfig) -> IndexWeights:
+        factor = index.heads**-0.5 * index.width**-0.5
+        return IndexWeights(
+            config=index,
+            query=self._linear(prefix, ("wq_b",), False),
+            key=self._linear(prefix, ("wk",), False),
+            norm=self._reader.read(f"{prefix}k_norm.weight"),
+            norm_bias=self._reader.read(f"{prefix}k_norm.bias"),
+            heads=self._reader.read_float32(f"{prefix}weights_proj.weight") * factor,
         )
 
     def _feed_forward(self, prefix: str, index: int) -> FeedForward:

@@ -3,14 +3,16 @@
 A key of a head is a matrix times the latent, so its product with a query is that of the latent with
 the query times the matrix. Queries are multiplied once, and no key or value is ever made from a
 cached latent: attention sees one KV head, whose keys are latents with the rotated key that all
-heads share, and whose values are the latents.
+heads share, and whose values are the latents. An indexer may choose few of them for each position.
 """
 
 from dataclasses import dataclass
 
 import torch
+from torch.nn import functional as F
 
-from ...checkpoints.config import LatentConfig
+from ...attention.indexed import IndexRows, attend_to_chosen
+from ...checkpoints.config import IndexConfig, LatentConfig
 from ...core.attention_backend import AttentionMetadata, LatentBackend, LayerCache, LayerParams
 from ...layers.layers import Linear
 from ...lora.batch import LayerLoRA
@@ -22,12 +24,30 @@ EPSILON = 1e-6
 
 
 @dataclass(frozen=True, slots=True)
+class IndexWeights:
+    """The weights of an indexer.
+
+    query       makes its queries from what the layer's queries are made from
+    key         makes its key from the hidden state, which a layer norm normalises
+    heads       float32 [heads, hidden]: makes the weights of its heads, with all factors
+    """
+
+    config: IndexConfig
+    query: Linear
+    key: Linear
+    norm: torch.Tensor
+    norm_bias: torch.Tensor
+    heads: torch.Tensor
+
+
+@dataclass(frozen=True, slots=True)
 class LatentWeights:
     """A layer's weights beside its first product and its output.
 
     query       makes queries from the normalised part of the first product; None: they are in it
     keys        [H, plain, rank]
     values      [H, rank, value]
+    index       the indexer; None: a position attends to all keys
     """
 
     config: LatentConfig
@@ -36,6 +56,7 @@ class LatentWeights:
     norm: torch.Tensor
     keys: torch.Tensor
     values: torch.Tensor
+    index: IndexWeights | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,6 +70,7 @@ class LatentAttention:
     def __call__(
         self,
         weights: LatentWeights,
+        hidden: torch.Tensor,
         rows: torch.Tensor,
         at: LayerPositions,
         cache: LayerCache,
@@ -56,32 +78,64 @@ class LatentAttention:
         params: LayerParams,
         lora: LayerLoRA | None,
     ) -> torch.Tensor:
-        """Attends for the first product's rows [T, queries + rank + rotary]: [T, H * value]."""
+        """Attends for the layer's input `hidden` and the rows [T, queries + rank + rotary] of its
+        first product: [T, H * value]."""
         config, tokens = weights.config, len(rows)
         width = rows.shape[1] - config.width
         asked, latent, key = torch.split(rows, [width, config.rank, config.rotary], dim=-1)
+        if weights.query_norm is not None:
+            asked = self.ops.rms_norm(asked.contiguous(), weights.query_norm, EPSILON)
         queries = self._queries(weights, asked, lora).view(tokens, -1, config.query_width)
         plain, rotated = torch.split(queries, [config.plain, config.rotary], dim=-1)
         absorbed = torch.bmm(plain.transpose(0, 1), weights.keys).transpose(0, 1)
         rotated = rotate_heads(rotated, at.cos, at.sin, interleaved=self.interleaved)
         shared = rotate_heads(key[:, None], at.cos, at.sin, interleaved=self.interleaved)[:, 0]
-        attended = self.backend.forward_latent(
-            torch.cat((absorbed, rotated), dim=-1),
-            torch.cat((self.ops.rms_norm(latent.contiguous(), weights.norm, EPSILON), shared), -1),
-            cache,
-            metadata,
-            params,
-            config.rank,
-        )
+        query = torch.cat((absorbed, rotated), dim=-1)
+        normed = self.ops.rms_norm(latent.contiguous(), weights.norm, EPSILON)
+        latents, where = torch.cat((normed, shared), -1), (cache, metadata, params, config.rank)
+        if weights.index is None:
+            attended = self.backend.forward_latent(query, latents, *where)
+        else:
+            index = self._index(weights.index, config.rotary, hidden, asked, at)
+            attended = attend_to_chosen(self.backend, query, latents, index, *where)
         return torch.bmm(attended.transpose(0, 1), weights.values).transpose(0, 1).flatten(1)
 
     def _queries(
         self, weights: LatentWeights, asked: torch.Tensor, lora: LayerLoRA | None
     ) -> torch.Tensor:
-        if weights.query is None or weights.query_norm is None:
+        if weights.query is None:
             return asked.contiguous()
-        normed = self.ops.rms_norm(asked.contiguous(), weights.query_norm, EPSILON)
-        queries = weights.query(normed)
+        queries = weights.query(asked)
         if lora is not None:
-            lora.add("query_up", normed, queries)
+            lora.add("query_up", asked, queries)
         return queries
+
+    def _index(
+        self,
+        weights: IndexWeights,
+        rotary: int,
+        hidden: torch.Tensor,
+        asked: torch.Tensor,
+        at: LayerPositions,
+    ) -> IndexRows:
+        """What the indexer computes from the hidden state and from what queries are made from."""
+        config, shape = weights.config, (len(hidden), -1, weights.config.width)
+        normed = F.layer_norm(
+            weights.key(hidden), (config.width,), weights.norm, weights.norm_bias, EPSILON
+        )
+        queries, keys = weights.query(asked).view(shape), normed.view(shape)
+        made = [
+            torch.cat(
+                (
+                    rotate_heads(
+                        x[..., :rotary].contiguous(), at.cos, at.sin, interleaved=config.interleaved
+                    ),
+                    x[..., rotary:],
+                ),
+                dim=-1,
+            )
+            for x in (queries, keys)
+        ]
+        return IndexRows(
+            made[0], F.linear(hidden.float(), weights.heads), made[1][:, 0], config.kept
+        )

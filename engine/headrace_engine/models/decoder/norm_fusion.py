@@ -82,7 +82,9 @@ class NormFusingDecoder(Decoder):
         qkv = first.qkv(self._normed(residual, first.input_norm))
         layers = zip(self._blocks, positions, caches, strict=True)
         for index, (block, at, cache) in enumerate(layers):
-            attended = self._attend_qkv(block.layer, qkv, at, cache, batch.metadata_of(index))
+            where = batch.metadata_of(index)
+            # No fusible layer reads its input again: the residual stream only stands in for it.
+            attended = self._attend_qkv(block.layer, residual, qkv, at, cache, where)
             normed = block.o.linear_add_norm(attended, residual, block.mlp_norm, eps)
             inner = block.gate_up.norm_linear_silu(normed)
             normed = block.down.linear_add_norm(inner, residual, block.norm, eps)
@@ -104,6 +106,8 @@ def _blocks(weights: DecoderWeights) -> list[_Block] | None:
 def _block(layer: DecoderLayer, norm: torch.Tensor | None, following: Linear) -> _Block | None:
     mlp, o, mlp_norm = layer.mlp, layer.o, layer.mlp_norm
     if layer.attention_output_norm is not None or layer.mlp_output_norm is not None:
+        return None
+    if layer.latent is not None and layer.latent.index is not None:  # reads the norm's result
         return None
     if mlp_norm is None or norm is None or not mlp_norm.dtype is norm.dtype is torch.bfloat16:
         return None

@@ -272,6 +272,7 @@ class LatentAttentionLayer:
     def __call__(self, x: torch.Tensor, step: HybridStep) -> torch.Tensor:
         attended = self.attention(
             self.weights,
+            x,
             self.product(x),
             LayerPositions(step.cos, step.sin, None),
             step.caches[self.index],

@@ -33,7 +33,6 @@ logger = logging.getLogger(__name__)
 LAYER_KINDS = {"full_attention", "sliding_attention"}
 # For architectures that are not served: what is nearest to them and served.
 NEAREST = {
-    "DeepseekV32ForCausalLM": "DeepSeek V3.1 (DeepseekV3ForCausalLM)",
     "MiMoV2FlashForCausalLM": "gpt-oss (GptOssForCausalLM) or GLM-4.5 (Glm4MoeForCausalLM)",
 }
 PROBE_TOLERANCE = {torch.float32: 1e-3, torch.float16: 5e-2, torch.bfloat16: 2e-1}
