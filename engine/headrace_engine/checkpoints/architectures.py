@@ -168,9 +168,13 @@ RECURRENT = (
 )
 # Those of them whose attention is over latents.
 _LATENT_RECURRENT = ("KimiLinearForCausalLM",)
+# Kimi K2.5's decoder, under its published and its transformers name.
+_KIMI = {"kimi_k2": "DeepseekV3ForCausalLM", "deepseek_v3": "DeepseekV3ForCausalLM"}
 # The decoders of multimodal models by their text_config's model_type; the first if it has none.
 MULTIMODAL: dict[str, dict[str, str]] = {
     "Gemma3ForConditionalGeneration": {"gemma3_text": "Gemma3ForCausalLM"},
+    "KimiK25ForConditionalGeneration": _KIMI,
+    "Kimi_K25ForConditionalGeneration": _KIMI,
     "Llama4ForConditionalGeneration": {"llama4_text": "Llama4ForCausalLM"},
     "Mistral3ForConditionalGeneration": {
         "mistral": "MistralForCausalLM",
@@ -579,10 +583,15 @@ def keeps_latents(architecture: str) -> bool:
     """Whether the native implementation of an architecture attends to latents."""
     if architecture in _LATENT_RECURRENT:
         return True
-    return architecture in ARCHITECTURES and ARCHITECTURES[architecture].latents is not None
+    return any(found.latents is not None for found in _native(architecture))
 
 
 def attends_in_chunks(architecture: str) -> bool:
     """Whether some layers of an architecture's native implementation attend in chunks."""
+    return any(found.windows == "chunked" for found in _native(architecture))
+
+
+def _native(architecture: str) -> list[Architecture]:
+    """What an architecture's native implementation may be: a multimodal one has several."""
     names = (architecture, *MULTIMODAL.get(architecture, {}).values())
-    return any(name in ARCHITECTURES and ARCHITECTURES[name].windows == "chunked" for name in names)
+    return [ARCHITECTURES[name] for name in names if name in ARCHITECTURES]

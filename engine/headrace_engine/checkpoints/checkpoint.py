@@ -55,6 +55,21 @@ class Checkpoint:
         return name.removeprefix("torch.") if isinstance(name, str) else None
 
     @property
+    def quantization_config(self) -> JsonObject:
+        """How weights are quantised; empty if they are not. Some multimodal checkpoints say it in
+        their decoder's part of config.json (Kimi K2.5)."""
+        text = self.config.get("text_config")
+        parts = (self.config, text if isinstance(text, dict) else {})
+        stored = [part["quantization_config"] for part in parts if part.get("quantization_config")]
+        found: object = stored[0] if stored else {}
+        if not isinstance(found, dict):
+            raise ConfigError(
+                f"{self.folder / 'config.json'}: quantization_config must be an object, not "
+                f"{found!r:.80}"
+            )
+        return found
+
+    @property
     def eos_token_ids(self) -> tuple[int, ...]:
         """End-of-sequence ids of both files, generation_config.json's first, without duplicates."""
         found: dict[int, None] = {}

@@ -57,9 +57,7 @@ def describe(checkpoint: Checkpoint) -> Description:
         implementation="encoder" if encodes else "transformers",
         device=device.type,
         dtype=str(dtype).removeprefix("torch."),
-        quantization=checkpoint.config["quantization_config"]["quant_method"]
-        if quantized
-        else None,
+        quantization=checkpoint.quantization_config["quant_method"] if quantized else None,
     )
     if checkpoint.architecture not in NATIVE:
         return found

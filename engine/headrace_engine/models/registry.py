@@ -126,7 +126,7 @@ def load_model(config: EngineConfig, checkpoint: Checkpoint, options: LoadOption
         raise
     except ConfigError as error:
         # transformers would refuse these too, with a less precise message.
-        quantized = options.quantization != "none" or checkpoint.config.get("quantization_config")
+        quantized = options.quantization != "none" or checkpoint.quantization_config
         if wanted == "native" or quantized or name in RECURRENT or _is_bound(options):
             raise
         logger.warning("native model refused, transformers is used", extra={"reason": str(error)})

@@ -6,13 +6,14 @@ has no near-ties. Float32 products of other shapes round differently, which coul
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cache, cached_property
 from pathlib import Path
 from typing import Any
 
 import torch
 import transformers
+from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from headrace_engine.engine.engine import Engine
@@ -153,10 +154,12 @@ _LLAMA4: dict[str, Any] = {
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """The name of a transformers config class, and the options of the tiny model."""
+    """The name of a transformers config class, and the options of the tiny model. `renamed` maps
+    what transformers writes into names of tensors to what published files have there."""
 
     config: str
     options: dict[str, Any]
+    renamed: dict[str, str] = field(default_factory=dict)
 
 
 SHAPES: dict[str, Shape] = {
@@ -299,6 +302,30 @@ SHAPES: dict[str, Shape] = {
             "head_dim": 32,
             "rope_parameters": {**_YARN, "llama_4_scaling_beta": 0.5},
         },
+    ),
+    "kimi-k25-multimodal": Shape(
+        "Kimi_K25Config",
+        {
+            "text_config": {
+                **_ROUTED,
+                **_LATENT,
+                "n_group": 1,
+                "topk_group": 1,
+                "rope_parameters": {**_YARN, "mscale": 1.0, "mscale_all_dim": 1.0},
+            },
+            "vision_config": {
+                "hidden_size": 32,
+                "intermediate_size": 32,
+                "num_hidden_layers": 1,
+                "num_attention_heads": 2,
+            },
+            "projection_hidden_size": 32,
+            # Outside the vocabulary: transformers replaces these in prompts of text, too.
+            "image_token_id": VOCAB,
+            "video_token_id": VOCAB + 1,
+            "tie_word_embeddings": False,
+        },
+        {"language_model.model.blocks.": "language_model.model.layers.", "model.mm_": "mm_"},
     ),
     "mistral3-multimodal": Shape(
         "Mistral3Config",
@@ -646,8 +673,17 @@ def save_checkpoint(
     if dtype is not torch.float32:  # Casts rotations of complex numbers, too.
         model.to(dtype)
     model.save_pretrained(folder, max_shard_size=shard, save_original_format=published)
+    if published and SHAPES[name].renamed:
+        _rename(folder / "model.safetensors", SHAPES[name].renamed)
     make_tokenizer().save(str(folder / "tokenizer.json"))
     return folder
+
+
+def _rename(file: Path, renamed: dict[str, str]) -> None:
+    tensors = load_file(file)
+    for part, other in renamed.items():
+        tensors = {name.replace(part, other): tensor for name, tensor in tensors.items()}
+    save_file(tensors, file, {"format": "pt"})
 
 
 def make_tokenizer() -> Tokenizer:

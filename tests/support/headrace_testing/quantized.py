@@ -46,23 +46,25 @@ class Format:
     pack: Callable[[QuantizedMatrix], Tensors]
 
 
-def save_quantized(folder: Path, name: str, form: Format, **changes: Any) -> tuple[Path, Path]:
+def save_quantized(
+    folder: Path, name: str, form: Format, part: str = ".layers.", **changes: Any
+) -> tuple[Path, Path]:
     """Returns the folders of a quantised checkpoint and of the same checkpoint with dequantised
     weights.
 
-    Routers and heads are not quantised.
+    Routers, heads and matrices without `part` in their names are not quantised.
     """
     whole = save_checkpoint(folder / "whole", name, **changes)
     tensors = load_file(whole / FILE)
     packed: Tensors = {}
     for key, weight in tensors.items():
-        if weight.ndim < 2 or ".layers." not in key or key.endswith(".gate.weight"):
+        if weight.ndim < 2 or part not in key or key.endswith(".gate.weight"):
             packed[key] = weight
             continue
         rounded = form.round(weight)
         tensors[key] = rounded.weight
         module = key.removesuffix("weight")
-        packed |= {module + suffix: part for suffix, part in form.pack(rounded).items()}
+        packed |= {module + suffix: tensor for suffix, tensor in form.pack(rounded).items()}
     save_file(tensors, whole / FILE, {"format": "pt"})
     return _save(folder / "packed", whole, packed, form.config), whole
 

@@ -81,6 +81,7 @@ NATIVE = [
     "deepseek-v2",
     "deepseek-v2-lite",
     "deepseek-v3",
+    "kimi-k25-multimodal",
     "deepseek-v32",
     "glm-moe-dsa",
     "glm4-moe-lite",
@@ -94,7 +95,7 @@ FEW = (
     "smollm3", "olmo2", "olmo3", "granite", "ministral3", "mistral3-multimodal", "glm",
     "glm4", "exaone4", "ernie4_5", "seed_oss", "solar-open", "olmoe",
     "deepseek-v2-lite", "glm-moe-dsa", "glm4-moe-lite", "hunyuan", "hunyuan-moe", "llama4-two",
-    "llama4-multimodal",
+    "llama4-multimodal", "kimi-k25-multimodal",
 )  # fmt: skip
 
 CheckpointMaker = Callable[[str], Path]

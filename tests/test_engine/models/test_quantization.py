@@ -13,9 +13,11 @@ from safetensors.torch import load_file, save_file
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 from headrace_common.sampling.params import SamplingParams
+from headrace_engine.checkpoints.checkpoint import load_checkpoint
 from headrace_engine.core.errors import CheckpointError, ConfigError
 from headrace_engine.engine.engine import Engine
 from headrace_engine.layers.mxfp4_weight import MXFP4Weight
+from headrace_engine.model_loader.describe_model import describe
 from headrace_engine.model_runner.model_runner import ModelRunner
 from headrace_engine.models.decoder.decoder import Decoder
 from headrace_engine.models.decoder.fused import FusedDecoder
@@ -76,6 +78,25 @@ def test_every_layout_of_matrices_can_be_quantised(name: str, tmp_path: Path) ->
     """One matrix for QKV, experts, more norms, and biases beside packed weights."""
     form = awq(16) if name != "qwen2" else Format(gptq().config, gptq().round, without_bias)
     check(*save_quantized(tmp_path, name, form))
+
+
+def test_kimi_k25_as_it_is_published(tmp_path: Path) -> None:
+    """Experts have 4 bits, which the decoder's part of config.json says; the names are not those of
+    transformers."""
+    name, form = "kimi-k25-multimodal", compressed(4, 16)
+    packed, whole = save_quantized(tmp_path, name, form, part=".mlp.experts.")
+    file = packed / "config.json"
+    config = json.loads(file.read_text())
+    config["text_config"] |= {
+        "model_type": "kimi_k2",
+        "quantization_config": config.pop("quantization_config"),
+    }
+    own = {"AutoConfig": "configuration_kimi_k25.KimiK25Config"}
+    config |= {"architectures": ["KimiK25ForConditionalGeneration"], "auto_map": own}
+    file.write_text(json.dumps(config))
+    check(packed, whole, model_implementation="native")
+    found = describe(load_checkpoint(str(packed)))
+    assert (found.implementation, found.quantization) == ("native", "compressed-tensors")
 
 
 def without_bias(found: Any) -> dict[str, torch.Tensor]:

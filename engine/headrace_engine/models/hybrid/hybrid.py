@@ -126,7 +126,7 @@ def _check_options(checkpoint: Checkpoint, options: LoadOptions) -> None:
         "deterministic": options.deterministic,
         "load_format dummy": options.load_format == "dummy",
         f"quantization {options.quantization}": options.quantization != "none",
-        "a quantised checkpoint": bool(checkpoint.config.get("quantization_config")),
+        "a quantised checkpoint": bool(checkpoint.quantization_config),
     }
     for name, wanted in refused.items():
         if wanted:

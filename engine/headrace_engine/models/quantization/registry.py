@@ -34,8 +34,7 @@ def find_format(
     that is not supported.
     """
     path = checkpoint.folder / "config.json"
-    top = Fields(path, checkpoint.config)
-    content = top.object("quantization_config")
+    content = checkpoint.quantization_config
     fields = Fields(path, content, prefix="quantization_config.")
     method = fields.get("quant_method", None) if content else None
     if content and method not in FORMATS:

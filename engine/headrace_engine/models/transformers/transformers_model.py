@@ -148,7 +148,7 @@ def check_quantization(checkpoint: Checkpoint, options: LoadOptions) -> None:
             f"quantization {options.quantization} needs one of the native models, and "
             f"{checkpoint.architecture} is not: use quantization none"
         )
-    if checkpoint.config.get("quantization_config"):
+    if checkpoint.quantization_config:
         raise ConfigError(
             f"{checkpoint.folder}: {checkpoint.architecture} is served through transformers, which "
             "supports unquantised weights only: use a checkpoint without quantization_config"
