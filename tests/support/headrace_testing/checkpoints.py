@@ -118,6 +118,15 @@ _NEMOTRON: dict[str, Any] = {
     "moe_shared_expert_intermediate_size": 80,
     "routed_scaling_factor": 1.7,
 }
+_MAMBA: dict[str, Any] = {
+    "vocab_size": VOCAB,
+    "hidden_size": 64,
+    "num_hidden_layers": 3,
+    "state_size": 8,
+    "bos_token_id": 1,
+    "eos_token_id": EOS,
+    "pad_token_id": 0,
+}
 _QWEN35_MOE: dict[str, Any] = {
     **_GROUPED,
     **_DELTA,
@@ -518,6 +527,8 @@ HYBRID_SHAPES: dict[str, Shape] = {
             "routed_scaling_factor": 1.7,
         },
     ),
+    "mamba": Shape("MambaConfig", {**_MAMBA, "use_bias": True}),
+    "falcon-mamba": Shape("FalconMambaConfig", {**_MAMBA, "tie_word_embeddings": False}),
     "mamba2": Shape(
         "Mamba2Config",
         {

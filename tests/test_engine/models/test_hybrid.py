@@ -37,6 +37,8 @@ NGRAM = SpeculativeConfig(
     method="ngram", prompt_lookup_min=1, num_speculative_tokens=3, adaptive=False
 )
 
+WITHOUT_ATTENTION = ("mamba", "falcon-mamba", "mamba2")
+
 CheckpointMaker = Callable[[str], Path]
 ReferenceMaker = Callable[[str], Reference]
 
@@ -190,7 +192,7 @@ def test_models_check_describes_the_checkpoint(name: str, checkpoint: Checkpoint
     found = describe(load_checkpoint(str(checkpoint(name))))
     assert ("ForConditionalGeneration" in found.architecture) == ("multimodal" in name)
     assert found.implementation == "native"
-    assert bool(found.kv_bytes_per_token) == (name != "mamba2")
+    assert bool(found.kv_bytes_per_token) == (name not in WITHOUT_ATTENTION)
     assert "recurrent state" in found.note
 
 
@@ -205,6 +207,8 @@ def test_models_check_describes_the_checkpoint(name: str, checkpoint: Checkpoint
             "Lfm2MoeConfig",
             {"num_hidden_layers": 3, "layer_types": ["conv", "full_attention", "conv"]},
         ),
+        ("FalconMambaConfig", {}),
+        ("MambaConfig", {}),
         ("Mamba2Config", {}),
         ("NemotronHConfig", {"moe_latent_size": 1024}),
         ("Qwen3_5MoeTextConfig", {}),
@@ -243,6 +247,8 @@ def test_every_parameter_is_read_where_sizes_are_the_defaults(
         ("kimi-linear", "num_expert_group", 5),
         ("kimi-linear", "num_experts_per_token", 7),
         ("lfm2-moe", "num_experts_per_tok", 7),
+        ("mamba", "hidden_act", "gelu"),
+        ("mamba", "time_step_rank", 0),
         ("nemotron-h", "attention_bias", True),
         ("nemotron-h", "layer_types", ["linear_attention", "mlp"]),
         ("nemotron-h", "mlp_hidden_act", "silu"),

@@ -25,6 +25,8 @@ LENGTH, PROMPTS = 4, (5, 60 if COMPILED else 22)
 FAMILIES = (
     "qwen3-next",
     "qwen3_5",
+    "mamba",
+    "falcon-mamba",
     "mamba2",
     "falcon-h1-norm",
     "nemotron-h",

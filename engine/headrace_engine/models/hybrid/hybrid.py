@@ -20,7 +20,7 @@ from .granite_hybrid import GraniteHybrid
 from .jamba import Jamba
 from .kimi_linear import KimiLinear
 from .lfm2 import Lfm2, Lfm2Moe
-from .mamba2_decoder import Mamba2
+from .mamba_decoders import FalconMamba, Mamba, Mamba2
 from .mtp import HybridMTPHead
 from .nemotron_h import NemotronH
 from .qwen3_5 import Qwen35, Qwen35Moe
@@ -30,12 +30,14 @@ from .tensors import ExpectedTensors, StoredTensors
 FAMILIES: dict[str, type[Family]] = {
     "BambaForCausalLM": Bamba,
     "FalconH1ForCausalLM": FalconH1,
+    "FalconMambaForCausalLM": FalconMamba,
     "GraniteMoeHybridForCausalLM": GraniteHybrid,
     "JambaForCausalLM": Jamba,
     "KimiLinearForCausalLM": KimiLinear,
     "Lfm2ForCausalLM": Lfm2,
     "Lfm2MoeForCausalLM": Lfm2Moe,
     "Mamba2ForCausalLM": Mamba2,
+    "MambaForCausalLM": Mamba,
     "NemotronHForCausalLM": NemotronH,
     "Qwen3NextForCausalLM": Qwen3Next,
     "Qwen3_5ForCausalLM": Qwen35,

@@ -1,6 +1,7 @@
-"""Mamba layers, https://arxiv.org/abs/2312.00752, with Jamba's norms of time steps, B and C."""
+"""Mamba layers, https://arxiv.org/abs/2312.00752, with and without norms of time steps, B and C."""
 
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 
@@ -16,6 +17,9 @@ from ...operators.recurrent import (
 )
 from .layers import HybridStep
 from .tensors import Tensors
+
+# The norms of time steps, B and C: none; without weights; or with those of the checkpoint.
+SelectionNorms = Literal["none", "unit", "stored"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +45,7 @@ class MambaShape:
 
 @dataclass(frozen=True, slots=True)
 class MambaLayer:
-    """A Mamba layer. `norms` are those of time steps, B and C."""
+    """A Mamba layer. `norms` are those of time steps, B and C, or empty."""
 
     index: int
     input: Linear
@@ -60,10 +64,12 @@ class MambaLayer:
 
     def _select(self, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         selected = torch.split(self.selection(values), self.shape.split, dim=-1)
-        steps, b, c = (
-            self.ops.rms_norm(part.contiguous(), norm, self.eps)
-            for part, norm in zip(selected, self.norms, strict=True)
-        )
+        steps, b, c = (part.contiguous() for part in selected)
+        if self.norms:
+            steps, b, c = (
+                self.ops.rms_norm(part, norm, self.eps)
+                for part, norm in zip((steps, b, c), self.norms, strict=True)
+            )
         return self.steps(steps), b, c
 
 
@@ -78,12 +84,12 @@ def read_mamba(
     *,
     conv_bias: bool,
     proj_bias: bool,
+    norms: SelectionNorms = "stored",
 ) -> MambaLayer:
-    """Reads the layer whose tensors' names begin with `prefix`."""
+    """Reads the layer whose tensors' names begin with `prefix`. `eps` is that of `norms`."""
     width = shape.width
     weight = tensors.tensor(f"{prefix}conv1d.weight", width, 1, shape.window)
     bias = tensors.tensor(f"{prefix}conv1d.bias", width) if conv_bias else None
-    norms = zip(("dt", "b", "c"), shape.split, strict=True)
     selection = tensors.linear({f"{prefix}x_proj": sum(shape.split)}, width)
     steps = tensors.linear({f"{prefix}dt_proj": width}, shape.rank, True)
     weights = MambaWeights(
@@ -96,10 +102,21 @@ def read_mamba(
         input=tensors.linear({f"{prefix}in_proj": 2 * width}, hidden, proj_bias),
         scan=recurrences_of(ops).selective_scan(weights),
         selection=selection,
-        norms=tuple(tensors.tensor(f"{prefix}{name}_layernorm.weight", n) for name, n in norms),
+        norms=_norms(tensors, prefix, shape, norms),
         eps=eps,
         steps=steps,
         output=tensors.linear({f"{prefix}out_proj": hidden}, width, proj_bias),
         shape=shape,
         ops=ops,
     )
+
+
+def _norms(
+    tensors: Tensors, prefix: str, shape: MambaShape, kind: SelectionNorms
+) -> tuple[torch.Tensor, ...]:
+    if kind == "none":
+        return ()
+    if kind == "unit":
+        return tuple(tensors.place(torch.ones(size)) for size in shape.split)
+    parts = zip(("dt", "b", "c"), shape.split, strict=True)
+    return tuple(tensors.tensor(f"{prefix}{name}_layernorm.weight", size) for name, size in parts)
