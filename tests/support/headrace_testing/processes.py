@@ -61,7 +61,8 @@ def until(condition: Callable[[], bool], what: str, timeout_s: float = START_TIM
         now = time.monotonic()
         if now > start + timeout_s:
             raise AssertionError(f"not within {timeout_s:.0f} s: {what}")
-        time.sleep(max(min(0.1, max(0.02, 2 * (now - begun))), min(0.25, (now - start) / 20)))
+        slow, long = min(0.1, 2 * (now - begun)), min(0.25, (now - start) / 20)
+        time.sleep(max(0.02, slow, long))
         begun = time.monotonic()
 
 

@@ -119,23 +119,17 @@ class LatentAttention:
         at: LayerPositions,
     ) -> IndexRows:
         """What the indexer computes from the hidden state and from what queries are made from."""
-        config, shape = weights.config, (len(hidden), -1, weights.config.width)
-        normed = F.layer_norm(
-            weights.key(hidden), (config.width,), weights.norm, weights.norm_bias, EPSILON
-        )
-        queries, keys = weights.query(asked).view(shape), normed.view(shape)
-        made = [
-            torch.cat(
-                (
-                    rotate_heads(
-                        x[..., :rotary].contiguous(), at.cos, at.sin, interleaved=config.interleaved
-                    ),
-                    x[..., rotary:],
-                ),
-                dim=-1,
-            )
-            for x in (queries, keys)
-        ]
+        config, normed = weights.config, (weights.norm, weights.norm_bias, EPSILON)
+
+        def rotated(x: torch.Tensor) -> torch.Tensor:
+            heads = x.view(len(hidden), -1, config.width)
+            turned, plain = heads[..., :rotary].contiguous(), heads[..., rotary:]
+            turned = rotate_heads(turned, at.cos, at.sin, interleaved=config.interleaved)
+            return torch.cat((turned, plain), dim=-1)
+
         return IndexRows(
-            made[0], F.linear(hidden.float(), weights.heads), made[1][:, 0], config.kept
+            queries=rotated(weights.query(asked)),
+            weights=F.linear(hidden.float(), weights.heads),
+            keys=rotated(F.layer_norm(weights.key(hidden), (config.width,), *normed))[:, 0],
+            kept=config.kept,
         )
