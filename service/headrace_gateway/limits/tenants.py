@@ -27,6 +27,7 @@ class Tenancy:
     priority: int
     cache_salt: bytes
     tenant: str = DEFAULT_TENANT
+    key: str = ""  # the id of its API key
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,6 +67,7 @@ class Caller:
             priority=self.priority(priority),
             cache_salt=tenant_salt(self.tenant, cache_salt),
             tenant=self.tenant,
+            key=self.key.id,
         )
 
 
