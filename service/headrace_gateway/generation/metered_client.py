@@ -76,7 +76,7 @@ class MeteredGeneration:
         self._generation.leave()
 
     def _charge(self, delta: Delta) -> None:
-        self._grant.used += len(delta.token_ids)
+        self._grant.receive(len(delta.token_ids))
         if delta.finish_reason is not None:
             self._close(delta.choice)
 
