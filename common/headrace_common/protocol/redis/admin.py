@@ -255,6 +255,7 @@ class QueueAdmin:
             await sealed(sealer, PayloadKind.PAYLOAD, binding, encode_request(request)),
             request.keep_ms,
             request.tenant,
+            f"{request.tenant_weight:g}",
             request.key,
             request.lora or "",
             LedgerBounds().field,

@@ -202,6 +202,7 @@ class RedisGatewayQueue:
             manner,
             request.tenant,
             limits.max_tenant_requests,
+            f"{request.tenant_weight:g}",
             request.key,
             request.lora or "",
             self._ledger,

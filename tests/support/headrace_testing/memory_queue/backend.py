@@ -27,7 +27,7 @@ from headrace_common.protocol.requests import fingerprint, priority_class, token
 from headrace_common.wire import keys
 from headrace_common.wire.messages import GenerateRequest, decode_request, encode_request
 
-from .fairness import OUTPUT, FairQueue
+from .fairness import OUTPUT, FairQueue, cost
 from .ledger import how, usage_entry
 from .placement import choose, first_own, free_at
 from .records import Ending, Record, Taken
@@ -176,6 +176,7 @@ class MemoryBackend:
             tokens=token_cost(request),
             prompt_tokens=len(request.prompt_token_ids),
             tenant=request.tenant,
+            weight=request.tenant_weight,
             gateway=gateway,
             admitted=now,
             attempt=seen or 0,
@@ -249,7 +250,7 @@ class MemoryBackend:
         else:
             turn.room -= record.prompt_tokens
             self._remove_placed(shard, rid)
-            shard.counters.serve(record.tenant, record.prompt_tokens)
+            shard.counters.serve(record.tenant, cost(record.prompt_tokens, record.weight))
             turn.taken.append(self._lease(queue.pop(), record, turn.engine, suspect=False))
 
     @staticmethod
@@ -366,7 +367,7 @@ class MemoryBackend:
         before, counts = record.progress, record.write_journal(item)
         if record.progress > before:
             record.usage[record.attempt] = item.usage
-        shard.counters.charge(record.tenant, OUTPUT * (record.progress - before))
+        _charge(shard, record, before, record.progress)
         return verdict, record.gateway, counts
 
     def release(self, shard: Shard, rid: str, engine: str, attempt: int | None, own: bool) -> bool:
@@ -402,7 +403,7 @@ class MemoryBackend:
         if record.why is FailureCode.LOST:
             record.lost_at = self.clock()
         output = sum(len(choice.token_ids) for choice in outcome.choices)
-        shard.counters.charge(record.tenant, OUTPUT * (output - record.progress))
+        _charge(shard, record, record.progress, output)
         self._end(shard, record)
         self._enter(shard, rid, how(record), output)
         return True
@@ -478,6 +479,12 @@ class MemoryBackend:
         self.accounts.clear()
         self.readers.clear()
         self.salt = b""
+
+
+def _charge(shard: Shard, record: Record, before: int, after: int) -> None:
+    """Counts output tokens, of which `before` were counted already."""
+    tokens = cost(OUTPUT * after, record.weight) - cost(OUTPUT * before, record.weight)
+    shard.counters.charge(record.tenant, tokens)
 
 
 def _conflict(request: GenerateRequest) -> RequestConflict:
