@@ -124,6 +124,7 @@ class ChaosSystem:
                 self.drained.append(self.engines.pop(engine))
                 self.spawn()
             case "stray":
+                await self._note_reopened()
                 self.stray()
             case "restart":
                 self.server.restart()
@@ -223,6 +224,17 @@ class ChaosSystem:
         self._note_loss()
         # Engines had ended these, of which their clients did not have everything.
         self._lost |= self._running & self._entries.keys()
+
+    async def _note_reopened(self) -> None:
+        """Notes the requests whose end Redis has lost: engines that reach no gateway end them once
+        more, as if their clients had gone."""
+        records = [self.backend.keys.record(rid) for rid in self.given]
+        commands = [("HGET", record, "st") for record in records]
+        states = await self.backend.connection.attempt(
+            lambda: self.backend.client.pipeline(commands), tries=TRIES
+        )
+        pairs = zip(self.given, states, strict=True)
+        self._lost |= {rid for rid, state in pairs if state in (b"queued", b"running")}
 
     def _note_loss(self) -> None:
         self._lost |= self.wrong_usage().keys()

@@ -82,6 +82,7 @@ class HandEngine(ScriptedEngine):
             lost=lambda _: None,
             ignored=lambda _: None,
             left=lambda _: None,
+            given=lambda _: None,
         )
         generation = Generation(request, callbacks, 0.0)
         self.generations.append(generation)
