@@ -402,7 +402,9 @@ class GenerationClient:
         self._count("unknown_request")
         if disown := self._late.answer(frame.engine_id, reply, now):
             self._send(frame.engine_id, frame.model, disown)
-        if _ends_again(reply) and not self._late.has_left(reply.request_id):
+        again = isinstance(reply, Takeover | Sync | Failed)
+        if again and not self._late.has_left(reply.request_id):
+            # Redis may have lost the end of the request, which then ends once more.
             self._in_background(self._write_given(reply.request_id))
 
     def _count(self, reason: str) -> None:
@@ -455,11 +457,3 @@ class GenerationClient:
         logger.critical("a task of the queue client failed", exc_info=task.exception())
         for generation in list(self._active.values()):
             generation.fail(FailureCode.INTERNAL, "the gateway failed")
-
-
-def _ends_again(reply: Reply) -> bool:
-    """Whether a reply for an ended request says that Redis has lost its end, and it ends once
-    more. A cancelled request is always answered."""
-    if isinstance(reply, Failed):
-        return reply.failure is not FailureCode.CANCELLED
-    return isinstance(reply, Takeover | Sync)

@@ -228,12 +228,12 @@ class ChaosSystem:
     async def _note_reopened(self) -> None:
         """Notes the requests whose end Redis has lost: engines that reach no gateway end them once
         more, as if their clients had gone."""
-        records = [self.backend.keys.record(rid) for rid in self.given]
-        commands = [("HGET", record, "st") for record in records]
+        ids = list(self.given)
+        commands = [("HGET", self.backend.keys.record(rid), "st") for rid in ids]
         states = await self.backend.connection.attempt(
             lambda: self.backend.client.pipeline(commands), tries=TRIES
         )
-        pairs = zip(self.given, states, strict=True)
+        pairs = zip(ids, states, strict=True)
         self._lost |= {rid for rid, state in pairs if state in (b"queued", b"running")}
 
     def _note_loss(self) -> None:
