@@ -20,6 +20,7 @@ Act = Callable[["Scene"], Awaitable[None]]
 # The largest share of tokens after which a fault may begin; later, the streams might end before it
 # acts.
 _LATEST = 0.8
+_LEDGER_S = 20.0  # longer than two heartbeats of gateways
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -157,7 +158,7 @@ def run(fault: Fault, world: World, workload: Workload, seed: int) -> list[str]:
     try:
         world.until_clean()
         if world.is_one_server and not fault.loses:
-            until(lambda: not scene.wrong_usage(), "the ledger to have what clients were given")
+            until(lambda: not scene.wrong_usage(), "the ledger to be right", _LEDGER_S)
     except AssertionError as error:
         scene.mistakes += [str(error), *scene.wrong_usage()]
     return scene.mistakes
