@@ -89,13 +89,14 @@ class Scene:
     def wrong_usage(self) -> list[str]:
         """What the ledger has of the crowd's requests instead of what they were given."""
         entered = self.world.entered()
-        return [
-            f"{client.case.name} {client.answer.request_id}: entered {found}, given {given}"
-            for client in self.clients
-            if client.answer.done and client.answer.error is None
-            for given in [(len(client.case.prompt), client.answer.completion_tokens)]
-            if (found := entered.get(client.answer.request_id)) != given
-        ]
+        wrong = []
+        for client in self.clients:
+            answer, prompt = client.answer, len(client.case.prompt)
+            found = entered.get(answer.request_id, set())
+            given = (prompt, answer.completion_tokens)
+            if answer.done and answer.error is None and given not in found:
+                wrong.append(f"{client.case.name} {answer.request_id}: {found}, given {given}")
+        return wrong
 
     def client(self, case: Case, kind: ClientKind) -> Client:
         urls = list(self.world.urls)

@@ -10,7 +10,7 @@ from typing import Any
 import redis
 
 from headrace_common.errors import BackendUnavailable
-from headrace_common.protocol.ledger import UsageEntry, UsageOutcome, read_entry
+from headrace_common.protocol.ledger import read_entry
 from headrace_common.wire.keys import ShardKeys
 from headrace_testing.processes import Starter, until
 from headrace_testing.redis_sets import ClusterSet, SentinelSet
@@ -138,22 +138,20 @@ class World(Stack):
         """Whether one server has everything: it loses nothing unless a fault makes it."""
         return isinstance(self.servers, ValkeyServer | ProxiedServer)
 
-    def entered(self) -> dict[str, tuple[int, int]]:
-        """The prompt and output tokens of finished requests in the ledger, by clients' ids."""
-        found: dict[str, list[UsageEntry]] = {}
+    def entered(self) -> dict[str, set[tuple[int, int]]]:
+        """The prompt and output tokens in the ledger of each request, by clients' ids; a stored
+        request may have been queued under several ids."""
+        sums: dict[str, tuple[int, int]] = {}
         with redis.Redis.from_url(self.servers.url) as client:
             pages: list[Any] = [client.xrange(names.ledger) for names in self.shard_keys]
         for stream_id, fields in itertools.chain(*pages):
             entry = read_entry(MODEL, stream_id, fields)
-            found.setdefault(entry.request_id, []).append(entry)
-        return {
-            _known_as(rid): (
-                sum(entry.prompt_tokens for entry in entries),
-                sum(entry.output_tokens for entry in entries),
-            )
-            for rid, entries in found.items()
-            if entries[-1].outcome is UsageOutcome.FINISHED
-        }
+            prompt, output = sums.get(entry.request_id, (0, 0))
+            sums[entry.request_id] = (prompt + entry.prompt_tokens, output + entry.output_tokens)
+        found: dict[str, set[tuple[int, int]]] = {}
+        for rid, entered in sums.items():
+            found.setdefault(_known_as(rid), set()).add(entered)
+        return found
 
     def dead_letters(self) -> int:
         with redis.Redis.from_url(self.servers.url) as client:
