@@ -254,6 +254,7 @@ class QueueAdmin:
             await sealed(sealer, PayloadKind.PAYLOAD, binding, encode_request(request)),
             request.keep_ms,
             request.tenant,
+            f"{request.tenant_weight:g}",
         ]
         names += [shard.stats, shard.dead_letters, *shard.queues, *shard.fairness]
         return bool(await self._connection.run("replay", names, arguments, tries=TRIES))

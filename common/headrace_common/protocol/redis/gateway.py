@@ -198,6 +198,7 @@ class RedisGatewayQueue:
             manner,
             request.tenant,
             limits.max_tenant_requests,
+            f"{request.tenant_weight:g}",
             *where,
         ]
         names = [shard.record(rid), shard.payload(rid), shard.journal(rid), shard.stats]
