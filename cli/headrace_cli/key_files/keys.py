@@ -211,10 +211,15 @@ def _table(keys: Sequence[ApiKey], now: datetime) -> Table:
         if key.expired(now):
             expires += " (over)"
         table.add_row(
-            key.id, f"{key.prefix}...", key.tenant, models, _limits(key.limits),
+            key.id, f"{key.prefix}...", _tenant(key), models, _limits(key.limits),
             f"{key.priority_ceiling}+", expires,
         )  # fmt: skip
     return table
+
+
+def _tenant(key: ApiKey) -> str:
+    weight = key.tenant_weight
+    return key.tenant if weight == 1 else f"{key.tenant} (weight {weight:g})"
 
 
 def _limits(limits: KeyLimits) -> str:

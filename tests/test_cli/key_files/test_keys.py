@@ -78,6 +78,7 @@ def test_all_keys_of_a_tenant_have_one_weight(file: Path) -> None:
     assert weights == {"alice": 3, "bob": 3, "carol": 1}
     assert isinstance(refused.exception, UsageError)
     assert "--tenant-weight 3" in str(refused.exception)
+    assert keys("list", "--file", file).stdout.count("a (weight 3)") == 2
 
 
 def test_the_list_has_a_line_for_each_key(file: Path) -> None:

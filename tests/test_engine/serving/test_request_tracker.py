@@ -138,6 +138,15 @@ async def test_the_queue_knows_that_a_request_runs_before_it_runs(rig: Rig) -> N
     assert len(rig.runs) == 1 and rig.tracker.busy.is_set()
 
 
+async def test_a_run_has_its_tenant_and_its_weight(rig: Rig) -> None:
+    request = replace(make_request(request_id="a"), tenant="team", tenant_weight=2.5)
+
+    await rig.begin(lease("a", request=request))
+
+    (run,) = rig.runs
+    assert (run.tenant, run.tenant_weight) == ("team", 2.5)
+
+
 async def test_without_redis_a_request_runs_and_the_next_beat_reports_it(rig: Rig) -> None:
     rig.queue.beat.side_effect = BackendUnavailable("away")
 
