@@ -227,6 +227,8 @@ def _limits(limits: KeyLimits) -> str:
         (limits.requests_per_minute, "requests/min"),
         (limits.tokens_per_minute, "tokens/min"),
         (limits.concurrency, "at once"),
+        (limits.prompt_tokens_per_day, "prompt tokens/day"),
+        (limits.output_tokens_per_day, "output tokens/day"),
     )
     return ", ".join(f"{value} {unit}" for value, unit in named if value is not None) or "none"
 
