@@ -1,5 +1,6 @@
 """Tenants share a model by tokens over all engines and shards, in proportion to their weights."""
 
+import asyncio
 import random
 from collections import Counter
 from collections.abc import Iterable
@@ -16,11 +17,22 @@ from headrace_common.protocol.base import (
     QueueLimits,
     TenantUse,
 )
+from headrace_common.protocol.redis import sharded_engine
 from headrace_common.protocol.redis.engine import RedisEngineQueue
+from headrace_common.protocol.redis.sharded_engine import ShardedEngineQueue
 from headrace_common.protocol.shards import ShardAssigner
 from headrace_common.wire.keys import ShardKeys, new_request_id, shard_of
 from headrace_common.wire.messages import ChoiceState, GenerateRequest
-from headrace_testing.backends import MODEL, Backend, OverRedis, make_request, make_status
+from headrace_testing.backends import (
+    MODEL,
+    Backend,
+    InMemory,
+    OverRedis,
+    make_request,
+    make_status,
+)
+from headrace_testing.memory_queue.queues import MemoryEngineQueue
+from headrace_testing.waiting import eventually
 from virtual_time.measures import jain
 
 LIMITS = QueueLimits(max_requests=10_000)
@@ -151,6 +163,35 @@ async def test_ten_tenants_have_their_shares_on_four_engines_in_every_window(
         windows.append(window)
 
     assert all(jain([*window.values()]) >= 0.98 for window in windows[1:]), windows
+
+
+async def test_a_slow_exchange_delays_one_beat_at_most(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sharded_engine, "SHARE_PATIENCE", 0.0)
+    backend, asked, answered = InMemory(3), list[int](), asyncio.Event()
+
+    class Slow(MemoryEngineQueue):
+        async def tenant_use(self, apart: float) -> TenantUse | None:
+            asked.append(self.shard)
+            await answered.wait()
+            return await super().tenant_use(apart)
+
+    engine = ShardedEngineQueue(
+        lambda number: Slow(backend.store, "e", MODEL, shard=number), 3, share_every=0.0
+    )
+    await engine.start()
+    for _ in range(3):
+        await engine.beat((), make_status())
+        await asyncio.sleep(0)
+    assert asked == [0]
+
+    answered.set()
+
+    async def exchanged() -> bool:
+        await engine.beat((), make_status())
+        return asked[:4] == [0, 1, 2, 0]
+
+    await eventually(exchanged)
+    await engine.close()
 
 
 async def test_repeating_or_delaying_an_exchange_adds_nothing_twice(

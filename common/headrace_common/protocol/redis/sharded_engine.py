@@ -25,6 +25,7 @@ TELL = 3.0  # seconds between two reads of the number of shards
 PAUSE = 1.0  # seconds before a shard that was unreachable is asked again
 STATUS = 1.0  # seconds between two writes of a status when only other shards send beats
 SHARE = 1.0  # seconds between two exchanges of what tenants have used in each shard
+SHARE_PATIENCE = 1.0  # seconds for which a beat waits for an exchange
 
 
 class ShardedEngineQueue:
@@ -60,6 +61,7 @@ class ShardedEngineQueue:
         self._woken: set[int] = set()
         self._told_at = self._reaped_at = self._said_at = self._shared_at = -math.inf
         self._said: EngineStatus | None = None
+        self._sharing: asyncio.Task[None] | None = None
 
     async def start(self) -> None:
         """Like EngineQueue.start.
@@ -215,9 +217,7 @@ class ShardedEngineQueue:
                 _note_away(self._first, error)
         if len(self._shards) == 1:
             return await self._first.beat(progress, status)
-        if time.monotonic() - self._shared_at >= self._share_every:
-            self._shared_at = time.monotonic()
-            await self._share_tenant_use()
+        await self._share_if_due()
         status = replace(status, shards=self._count)
         parts = self._by_shard(progress, lambda item: item.request_id)
         calls = [shard.renew(items) for shard, items in parts if shard is not self._first]
@@ -228,6 +228,18 @@ class ShardedEngineQueue:
         for found in await _all_that_can(calls):
             beats.update(found)
         return beats
+
+    async def _share_if_due(self) -> None:
+        """Begins an exchange if one is due and none runs. A slow one delays no further beat."""
+        if time.monotonic() - self._shared_at < self._share_every:
+            return
+        if self._sharing is None:
+            self._sharing = asyncio.create_task(self._share_tenant_use())
+            await asyncio.wait({self._sharing}, timeout=SHARE_PATIENCE)
+        if self._sharing.done():
+            done, self._sharing = self._sharing, None
+            self._shared_at = time.monotonic()
+            done.result()
 
     async def _share_tenant_use(self) -> None:
         """Adds what tenants have used in each shard to the counters of all other shards.
@@ -310,9 +322,10 @@ class ShardedEngineQueue:
         return await self._first.gateway_alive(gateway_id)
 
     async def close(self) -> None:
-        for watch in self._watches.values():
-            watch.cancel()
-        await asyncio.gather(*self._watches.values(), return_exceptions=True)
+        tasks = [*self._watches.values(), *([self._sharing] if self._sharing else [])]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
         for shard in reversed(self._shards):
             await shard.close()
 

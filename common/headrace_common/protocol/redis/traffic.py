@@ -42,8 +42,10 @@ class TrafficRecorder:
 
     async def __aenter__(self) -> Self:
         starts = [await self._newest(shard) for shard in self._shards]
-        (time,) = await self._pipeline(("TIME",))
-        self.began = int(time[0]) + int(time[1]) / 1e6
+        _, (seconds, microseconds) = await self._pipeline(
+            ("EXISTS", self._shards[0].stats), ("TIME",)
+        )
+        self.began = (seconds * 1000 + microseconds // 1000) / 1000  # as exact as `at`
         self._readers = [
             asyncio.create_task(self._follow(shard, start))
             for shard, start in zip(self._shards, starts, strict=True)
