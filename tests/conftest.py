@@ -11,6 +11,8 @@ from pathlib import Path
 import certifi
 import pytest
 
+from headrace_testing import distribution
+
 CERTIFICATE = "-----BEGIN CERTIFICATE-----"
 
 # Collecting tests makes a million objects that stay alive. Without this the garbage collector would
@@ -39,6 +41,19 @@ def pytest_collection() -> Generator[None, object, object]:
     finally:
         gc.freeze()
         gc.enable()
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        items.sort(key=lambda item: distribution.place(item.path))
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(
+    config: pytest.Config, log: object
+) -> "distribution.TogetherScheduling | None":
+    together = config.getoption("dist") == "loadfile"
+    return distribution.TogetherScheduling(config, log) if together else None
 
 
 def _trust_one_authority(config: pytest.Config) -> None:

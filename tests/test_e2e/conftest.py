@@ -1,5 +1,8 @@
 """Models and running stacks that the end-to-end tests share.
 
+Stacks are shared by the files of a unit of `headrace_testing.distribution`, and close when the next
+test is not of this folder: idle engines and gateways take processor time.
+
 Fixtures import what imports torch: the process that only distributes tests to others loads this
 file too.
 """
@@ -8,13 +11,14 @@ import fcntl
 import json
 import socket
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
 
+from headrace_testing.distribution import Shared, check_unit
 from headrace_testing.forked import Forge
 from headrace_testing.headrace_up import UpProcess
 from headrace_testing.processes import Starter
@@ -28,6 +32,7 @@ if TYPE_CHECKING:
 
 STREAMS = 64
 OUTPUT_TOKENS = 320
+SHARED = pytest.StashKey[Shared]()
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -38,10 +43,32 @@ def sealed_suite(
     yield from sealing(request, tmp_path_factory.getbasetemp())
 
 
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_teardown(
+    item: pytest.Item, nextitem: pytest.Item | None
+) -> Generator[None, object, object]:
+    try:
+        return (yield)
+    finally:
+        shared = item.config.stash.get(SHARED, None)
+        stays = nextitem is not None and nextitem.path.parent == item.path.parent
+        if shared is not None and not stays:
+            shared.close()
+
+
 @pytest.fixture(scope="session")
-def start() -> Starter:
+def shared(pytestconfig: pytest.Config) -> Iterator[Shared]:
+    """Closed here too, for a run that ends early."""
+    shared = pytestconfig.stash[SHARED] = Shared()
+    yield shared
+    shared.close()
+
+
+@pytest.fixture(scope="module")
+def start(request: pytest.FixtureRequest) -> Starter:
     """Starts processes by forking, unless a test must see them start as programs, as with `single`
     and `served`."""
+    check_unit(request.path, "forked")
     return Forge().start
 
 
@@ -60,12 +87,22 @@ def cases(checkpoint: Path) -> "list[GreedyCase]":
     return clear_cases(checkpoint, STREAMS, OUTPUT_TOKENS)
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def stack(
-    checkpoint: Path, tmp_path_factory: pytest.TempPathFactory, start: Starter
-) -> Iterator[Stack]:
+    shared: Shared,
+    request: pytest.FixtureRequest,
+    checkpoint: Path,
+    tmp_path_factory: pytest.TempPathFactory,
+    start: Starter,
+) -> Stack:
     """Two engines and two gateways; the queue has three shards."""
-    folder = tmp_path_factory.mktemp("stack")
+    return shared.get(
+        "forked", request.path, lambda: _stack(checkpoint, tmp_path_factory.mktemp("stack"), start)
+    )
+
+
+@contextmanager
+def _stack(checkpoint: Path, folder: Path, start: Starter) -> Iterator[Stack]:
     stack = Stack(checkpoint, folder, start=start, queue_shards=3)
     try:
         for _ in range(2):
@@ -77,9 +114,16 @@ def stack(
         stack.close()
 
 
-@pytest.fixture(scope="session")
-def single(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SingleStack]:
+@pytest.fixture(scope="module")
+def single(
+    shared: Shared, request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> SingleStack:
     """One engine behind one gateway; the model has a long context."""
+    return shared.get("single", request.path, lambda: _single(tmp_path_factory))
+
+
+@contextmanager
+def _single(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SingleStack]:
     from headrace_testing.checkpoints import save_checkpoint
 
     checkpoint = save_checkpoint(
@@ -96,13 +140,17 @@ def single(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SingleStack]:
             single.close()
 
 
-@pytest.fixture(scope="session")
-def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[UpProcess]:
+@pytest.fixture(scope="module")
+def served(
+    shared: Shared, request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> UpProcess:
     """`headrace up` with the demo model, on the README's port if that is free."""
-    with (
-        _port_of_the_readme() as port,
-        UpProcess(tmp_path_factory.mktemp("up"), port=port) as up,
-    ):
+    return shared.get("served", request.path, lambda: _served(tmp_path_factory.mktemp("up")))
+
+
+@contextmanager
+def _served(folder: Path) -> Iterator[UpProcess]:
+    with _port_of_the_readme() as port, UpProcess(folder, port=port) as up:
         up.until_served()
         yield up
 

@@ -6,7 +6,7 @@ Real processes and a real Valkey.
 import asyncio
 import json
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -16,10 +16,11 @@ from openai import NotFoundError, OpenAI
 
 from headrace_common.protocol.redis.client.connection import Connection, ConnectionConfig
 from headrace_common.protocol.redis.registry import RedisModelRegistry
-from headrace_testing.processes import until
+from headrace_testing.processes import Starter, until
 from headrace_testing.stack import MODEL, EngineProcess, GatewayProcess
 from headrace_testing.valkey import ValkeyServer
 
+EngineMaker = Callable[..., EngineProcess]
 OWNER = "models/tiny"
 TEMPLATE = "{% for m in messages %}hello {{ m.content }}{% endfor %}"
 
@@ -34,12 +35,18 @@ def valkey(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ValkeyServer]:
 
 @pytest.fixture(scope="module")
 def gateway(
-    valkey: ValkeyServer, tmp_path_factory: pytest.TempPathFactory
+    valkey: ValkeyServer, tmp_path_factory: pytest.TempPathFactory, start: Starter
 ) -> Iterator[GatewayProcess]:
     log = tmp_path_factory.mktemp("gateway") / "log"
-    with GatewayProcess(None, valkey.url, log, "--log-format", "json") as process:
+    with GatewayProcess(None, valkey.url, log, "--log-format", "json", start=start) as process:
         process.await_log("gateway ready")
         yield process
+
+
+@pytest.fixture
+def engine_of(checkpoint: Path, valkey: ValkeyServer, start: Starter) -> EngineMaker:
+    """Starts an engine of the model, by the path of its log and its flags."""
+    return lambda log, *flags: EngineProcess(checkpoint, valkey.url, log, *flags, start=start)
 
 
 def remove(valkey: ValkeyServer, owner: str) -> bool:
@@ -66,7 +73,7 @@ def waiting(gateway: GatewayProcess) -> float:
 
 
 def test_a_registered_model_is_served_without_configuration(
-    checkpoint: Path, valkey: ValkeyServer, gateway: GatewayProcess, tmp_path: Path
+    engine_of: EngineMaker, valkey: ValkeyServer, gateway: GatewayProcess, tmp_path: Path
 ) -> None:
     client = OpenAI(base_url=f"{gateway.url}/v1", api_key="x", max_retries=0, timeout=120)
     assert list(client.models.list()) == []
@@ -76,7 +83,7 @@ def test_a_registered_model_is_served_without_configuration(
     template = tmp_path / "template"
     template.write_text(TEMPLATE)
     flags = ("--owner", OWNER, "--chat-template", str(template), "--max-model-len", "300")
-    with EngineProcess(checkpoint, valkey.url, tmp_path / "engine", *flags) as engine:
+    with engine_of(tmp_path / "engine", *flags) as engine:
         engine.await_log("engine ready")
         answer = client.chat.completions.create(
             model=MODEL, messages=[{"role": "user", "content": "x"}], max_tokens=4, temperature=0
@@ -105,10 +112,10 @@ def test_a_registered_model_is_served_without_configuration(
 
 
 def test_requests_for_a_removed_model_wait_if_its_owner_holds_them(
-    checkpoint: Path, valkey: ValkeyServer, gateway: GatewayProcess, tmp_path: Path
+    engine_of: EngineMaker, valkey: ValkeyServer, gateway: GatewayProcess, tmp_path: Path
 ) -> None:
     flags = ("--owner", OWNER, "--hold-waiting")
-    with EngineProcess(checkpoint, valkey.url, tmp_path / "engine", *flags) as engine:
+    with engine_of(tmp_path / "engine", *flags) as engine:
         engine.await_log("engine ready")
     client = OpenAI(base_url=f"{gateway.url}/v1", api_key="x", max_retries=0, timeout=120)
     until(lambda: len(list(client.models.list())) == 1, "the model to be known")
@@ -119,7 +126,7 @@ def test_requests_for_a_removed_model_wait_if_its_owner_holds_them(
         assert remove(valkey, OWNER)
         until(lambda: list(client.models.list()) == [], "the model to be gone")
         assert waiting(gateway) == 1, "alerts see what waits"
-        with EngineProcess(checkpoint, valkey.url, tmp_path / "again", *flags) as engine:
+        with engine_of(tmp_path / "again", *flags) as engine:
             assert len(answer.result(120).choices) == 1
     assert remove(valkey, OWNER)
     until(lambda: list(client.models.list()) == [], "the model to be gone")

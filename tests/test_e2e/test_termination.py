@@ -17,7 +17,7 @@ from headrace_common.protocol.redis.client.connection import Connection, Connect
 from headrace_common.protocol.redis.gateway import RedisGatewayQueue
 from headrace_common.wire.messages import Control, Drain, Recall
 from headrace_testing.needs import missing
-from headrace_testing.processes import HeadraceProcess, until
+from headrace_testing.processes import HeadraceProcess, Starter, until
 from headrace_testing.stack import MODEL, Stack
 from headrace_testing.valkey import free_port
 
@@ -133,9 +133,9 @@ def no_redis() -> list[str]:
 
 
 @pytest.fixture
-def engine_stack(checkpoint: Path, tmp_path: Path) -> Iterator[Stack]:
+def engine_stack(checkpoint: Path, tmp_path: Path, start: Starter) -> Iterator[Stack]:
     """A stack without processes."""
-    stack = Stack(checkpoint, tmp_path)
+    stack = Stack(checkpoint, tmp_path, start=start)
     try:
         yield stack
     finally:

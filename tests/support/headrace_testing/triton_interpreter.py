@@ -7,9 +7,10 @@ CPUs the bits of a row then depend on the number of rows, whatever the kernel do
 functions of Triton's language for each launch and for each call of a device function, and looks for
 overflows of integers that it does not report. Both take more than half of the time of most tests.
 Most of the rest is the description of tiles, whose types and shapes are computed anew for every
-operation.
+operation, and the calls of functions that only pass on their arguments.
 """
 
+import inspect
 from collections.abc import Callable
 from dataclasses import replace
 from functools import cache
@@ -33,8 +34,11 @@ def correct_arithmetic(patch: pytest.MonkeyPatch) -> None:
     cast_impl = Builder.cast_impl
 
     def cast(builder: Any, source: Any, kind: Any) -> Any:
-        if source.dtype.scalar == tl.float32 and kind.scalar == tl.bfloat16:
+        given, wanted = source.dtype.scalar, kind.scalar
+        if given == tl.float32 and wanted == tl.bfloat16:
             return interpreter.TensorHandle(_nearest(source.data), tl.bfloat16)
+        if given == tl.bfloat16 and wanted == tl.float32:
+            return interpreter.TensorHandle(_widened(source.data), tl.float32)
         return cast_impl(builder, source, kind)
 
     patch.setattr(Builder, "create_dot", _dot)
@@ -54,11 +58,39 @@ def save_work(patch: pytest.MonkeyPatch) -> None:
         return interpreter._LangPatchScope()  # restores nothing
 
     patch.setattr(interpreter, "_patch_lang", patch_new)
+    patch.setattr(interpreter, "_patch_attr", _patch_builtin)
+    patch.setattr(interpreter.TensorHandle, "__init__", _describe_handle)
+    patch.setattr(Builder, "binary_op", _binary_op)
     patch.setattr(interpreter, "_get_np_dtype", _numpy_dtypes(interpreter._get_np_dtype))
     builder = interpreter.interpreter_builder
     checked = builder.options.debug
     patch.setattr(builder, "options", replace(builder.options, sanitize_overflow=checked))
     _save_types(patch)
+
+
+def _patch_builtin(owner: Any, name: str, member: Any, _: Any, scope: Any) -> None:
+    """Replaces a function of the language by the one that it wraps, with the interpreter's
+    semantics."""
+    function = inspect.unwrap(member)
+
+    def interpreted(*given: Any, **named: Any) -> Any:
+        named["_semantic"] = semantic
+        return function(*given, **named)
+
+    scope.set_attr(owner, name, interpreted)
+
+
+def _describe_handle(handle: Any, data: Any, dtype: Any, attr: Any = None) -> None:
+    """Without a check of the sizes of the numbers, which are right where operations make them."""
+    handle.data, handle.dtype, handle.attr = data, dtype, attr or {}
+
+
+def _binary_op(_: Any, left: Any, right: Any, operation: Callable[[Any, Any], Any]) -> Any:
+    data, kind = operation(left.data, right.data), left.dtype.scalar
+    known = data.dtype is left.data.dtype
+    if not known and not interpreter._validate_np_data_size(data, kind):
+        data = data.astype(interpreter._get_np_dtype(kind))
+    return interpreter.TensorHandle(data, kind)
 
 
 def _save_types(patch: pytest.MonkeyPatch) -> None:
@@ -124,17 +156,41 @@ def _tensors(describe: Callable[[Any, Any, Any], None]) -> Callable[[Any, Any, A
 
 
 def _broadcast(broadcast: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
-    """`broadcast` that returns tiles of one shape, and two scalars, at once."""
+    """`broadcast` that makes tiles of one shape from two of the same rank, or from a tile and a
+    scalar, without describing them anew."""
 
     def fitted(left: Any, right: Any) -> Any:
         one, other = left.type, right.type
-        if one.is_block():
-            same = other.is_block() and one.shape.values == other.shape.values
-        else:
-            same = not other.is_block()
-        return (left, right) if same else broadcast(left, right)
+        if not one.is_block() or not other.is_block():
+            if one.is_block():
+                return left, _spread(right, one.shape)
+            return (_spread(left, other.shape), right) if other.is_block() else (left, right)
+        shape, second = one.shape.values, other.shape.values
+        if shape == second:
+            return left, right
+        if len(shape) != len(second):
+            return broadcast(left, right)
+        whole = _common_shape(tuple(shape), tuple(second))
+        return (
+            left if shape == whole else _spread(left, whole),
+            right if second == whole else _spread(right, whole),
+        )
 
     return fitted
+
+
+@cache
+def _common_shape(one: tuple[int, ...], other: tuple[int, ...]) -> list[int]:
+    return list(np.broadcast_shapes(one, other))
+
+
+def _spread(tile: Any, shape: Any) -> Any:
+    """The numbers of a tile or scalar in a larger tile."""
+    numbers = tile.handle.data
+    data = np.empty(tuple(shape), dtype=numbers.dtype)
+    data[...] = numbers
+    kind = tl.block_type(tile.type.scalar, shape)
+    return tl.tensor(interpreter.TensorHandle(data, tile.handle.dtype.scalar), kind)
 
 
 def _numpy_dtypes(find: Callable[[Any], Any]) -> Callable[[Any], Any]:
@@ -190,11 +246,17 @@ def _numbers(tile: Any) -> Numbers:
     """A tile's numbers in a dtype that numpy multiplies."""
     data: Numbers = tile.data
     if tile.dtype.scalar == tl.bfloat16:
-        return (data.astype(np.uint32) << 16).view(np.float32)
+        return _widened(data)
     if tile.dtype.is_floating() and tile.dtype.primitive_bitwidth == 8:
         half: Numbers = interpreter._convert_float(data, tile.dtype, tl.float16, None)
         return half.view(np.float16)
     return data
+
+
+def _widened(bits: npt.NDArray[np.uint16]) -> npt.NDArray[np.float32]:
+    """The numbers of bits in bfloat16."""
+    wide: npt.NDArray[np.float32] = (bits.astype(np.uint32) << 16).view(np.float32)
+    return wide
 
 
 def _nearest(numbers: npt.NDArray[np.float32]) -> npt.NDArray[np.uint16]:

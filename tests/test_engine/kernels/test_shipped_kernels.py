@@ -31,6 +31,7 @@ def programs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Programs]:
     """Programs that find the device."""
     library = build(tmp_path_factory.mktemp("null-cuda"))
     base = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "OMP_NUM_THREADS": "1"}
+    base["NULL_CUDA_MEMORY"] = str(4 << 30)  # the tiny model's blocks are fewer
     programs = Programs(environment(library, base))
     yield programs
     programs.close()

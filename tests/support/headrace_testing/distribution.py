@@ -1,0 +1,74 @@
+"""Which test files go to one worker of pytest-xdist, and what the tests of a folder share there."""
+
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, ExitStack
+from pathlib import Path
+from typing import Any, TypeVar
+
+from xdist.scheduler import LoadFileScheduling
+
+TESTS = Path(__file__).parents[2]
+T = TypeVar("T")
+
+
+def _e2e(*names: str) -> tuple[str, ...]:
+    return tuple(f"test_e2e/test_{name}.py" for name in names)
+
+
+# Files whose tests share processes that take seconds to start. Workers get these first, as they
+# take longest and mostly wait.
+TOGETHER: Mapping[str, tuple[str, ...]] = {
+    "forked": (
+        "test_chaos/test_faults.py",
+        *_e2e("checkpoints", "costly_grammars", "discovery", "lora", "placement", "policies"),
+        *_e2e("previous_release", "proxies", "queue_shards", "reasoning", "resume", "sdk_tours"),
+        *_e2e("sealing", "speculation", "streams", "structured_outputs", "termination", "tools"),
+    ),
+    "served": _e2e("debug", "demo_model", "examples", "readme", "terminal", "up"),
+    "single": _e2e("bad_input", "cancel", "hostile_clients", "probes", "tracing"),
+}
+UNITS = {file: unit for unit, files in TOGETHER.items() for file in files}
+
+
+def unit_of(path: Path) -> str | None:
+    """The unit of a test file; None if it shares nothing."""
+    return UNITS.get(path.relative_to(TESTS).as_posix()) if path.is_relative_to(TESTS) else None
+
+
+def place(path: Path) -> int:
+    """Sorts test files: those that share processes first, and beside each other."""
+    unit = unit_of(path)
+    return len(TOGETHER) if unit is None else list(TOGETHER).index(unit)
+
+
+def check_unit(user: Path, unit: str) -> None:
+    """A file of another unit may run in another worker, which would start everything again."""
+    assert unit_of(user) == unit, f"{user.name} uses what {unit} shares: add it in {__name__}"
+
+
+class TogetherScheduling(LoadFileScheduling):  # type: ignore[misc]  # xdist has no types
+    """Gives workers whole files, and the files of a unit to one worker."""
+
+    def _split_scope(self, nodeid: str) -> str:
+        file: str = super()._split_scope(nodeid)
+        return unit_of(self.config.rootpath / file) or file
+
+
+class Shared:
+    """What tests of several files share: made when the first test needs it, closed by `close`."""
+
+    def __init__(self) -> None:
+        self._open = ExitStack()
+        self._made: dict[str, Any] = {}
+
+    def get(self, unit: str, user: Path, make: Callable[[], AbstractContextManager[T]]) -> T:
+        """The object that the files of a unit share, for one of these files."""
+        check_unit(user, unit)
+        if unit not in self._made:
+            self._made[unit] = self._open.enter_context(make())
+        made: T = self._made[unit]
+        return made
+
+    def close(self) -> None:
+        self._made.clear()
+        self._open.close()
