@@ -46,6 +46,7 @@ class GenerateRequest:
     the prompt's embedding; an engine that does not know that field generates `max_tokens` tokens
     instead. `lora` names the adapter to run with; an engine that does not know that field runs the
     model without one. `tenant_weight` is the tenant's share relative to those of other tenants.
+    `key` is the id of the client's API key; engines do not need it.
     """
 
     request_id: str
@@ -63,6 +64,7 @@ class GenerateRequest:
     pooling: PoolingParams | None = None
     lora: str | None = None
     tenant_weight: float = 1.0
+    key: str = ""
 
     @property
     def served_model(self) -> str:
@@ -275,6 +277,8 @@ def encode_request(request: GenerateRequest) -> bytes:
         body["lora"] = request.lora
     if request.tenant_weight != 1:
         body["weight"] = float(request.tenant_weight)
+    if request.key:
+        body["key"] = request.key
     return pack_message(body, other=_plain)
 
 
@@ -305,6 +309,7 @@ def decode_request(data: bytes) -> GenerateRequest:
         pooling=_pooling(_get(body, "pooling", dict)) if "pooling" in body else None,
         lora=_identifier(body, "lora") if "lora" in body else None,
         tenant_weight=_weight(body),
+        key=_identifier(body, "key") if "key" in body else "",
     )
 
 

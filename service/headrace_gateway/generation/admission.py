@@ -85,6 +85,7 @@ class Job:
             priority=self.tenancy.priority,
             trace=self.trace,
             pooling=self.pooling,
+            key=self.tenancy.key,
         )
 
 
