@@ -52,6 +52,11 @@ def test_tests_that_contradict_each_other_are_named() -> None:
         proven(both)
 
 
+def test_an_architecture_that_the_table_lacks_is_named() -> None:
+    with pytest.raises(ValueError, match="MistakenForCausalLM is not in the table"):
+        proven({Proof("tokens", True, "MistakenForCausalLM", published=True)})
+
+
 def test_shapes_have_the_architecture_of_their_config() -> None:
     assert architecture_of("llama4-multimodal") == "Llama4ForConditionalGeneration"
     assert architecture_of("mamba2") == "Mamba2ForCausalLM"

@@ -104,11 +104,14 @@ def architecture_of(shape: str) -> str:
 def proven(found: Collection[Proof]) -> dict[tuple[str, str], bool]:
     """Whether each (architecture, kind) that tests are about works or is refused.
 
-    Raises ValueError if one test proves what another one refuses.
+    Raises ValueError if one test proves what another one refuses, or names an architecture that is
+    not in the table.
     """
     made: dict[tuple[str, str], bool] = {}
     for proof in found:
         name = proof.model if proof.published else architecture_of(proof.model)
+        if proof.published and name not in MODELS:
+            raise ValueError(f"{name} is not in the table, but a test is about it")
         if made.setdefault((name, proof.kind), proof.works) != proof.works:
             raise ValueError(f"{name}: tests prove {proof.kind}, and that it is refused")
     return made
