@@ -69,7 +69,8 @@ class ApiKey(_Entry):
     """One key. `models` None allows all models.
 
     `priority_ceiling` is the most urgent `priority` that it may request (lower is sooner). If that
-    is later than normal, it is also the key's default.
+    is later than normal, it is also the key's default. `admin` keys may change what is served, for
+    all tenants.
     """
 
     id: Name
@@ -78,6 +79,7 @@ class ApiKey(_Entry):
     tenant: Name = DEFAULT_TENANT
     models: tuple[_ModelName, ...] | None = None
     limits: KeyLimits = KeyLimits()
+    admin: bool = False
     priority_ceiling: int = Field(0, ge=-(2**31), lt=2**31)
     created: AwareDatetime | None = None
     expires: AwareDatetime | None = None

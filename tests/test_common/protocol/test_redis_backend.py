@@ -19,7 +19,7 @@ from headrace_common.protocol.redis.client.connection import (
 from headrace_common.protocol.redis.engine import MOST_BEATS, RedisEngineQueue
 from headrace_common.protocol.redis.gateway import RedisGatewayQueue
 from headrace_common.wire.keys import gateway_beat
-from headrace_common.wire.messages import ChoiceState, Failed, Tokens
+from headrace_common.wire.messages import REQUEST_VERSION, ChoiceState, Failed, Tokens
 from headrace_testing.backends import MODEL, OverRedis, make_request, make_status
 from headrace_testing.valkey import ValkeyServer
 from headrace_testing.waiting import eventually, first
@@ -106,12 +106,12 @@ async def test_a_newer_protocols_request_is_left_for_others(over_redis: OverRedi
     request = make_request()
     await gateway.admit(request, LIMITS)
     record = over_redis.keys.record(request.request_id)
-    await over_redis.client.command("HSET", record, "v", 2)
+    await over_redis.client.command("HSET", record, "v", REQUEST_VERSION + 1)
     assert await engine.take(4) == []
     assert await engine.reap(4) == []
     await over_redis.client.command(
         "HSET", record, "v", 1
-    )  # represents an engine that reads version 2
+    )  # represents an engine that reads the next version
     assert [lease.request for lease in await over_redis.engine("e2").reap(4)] == [request]
 
 

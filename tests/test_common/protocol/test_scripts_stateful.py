@@ -27,7 +27,7 @@ from headrace_common.protocol.base import (
     QueueLimits,
 )
 from headrace_common.protocol.failures import failed
-from headrace_common.wire.messages import ChoiceState, GenerateRequest
+from headrace_common.wire.messages import ChoiceState, GenerateRequest, adapter_key
 from headrace_testing.backends import MODEL, InMemory, OverRedis, make_request, make_status
 from headrace_testing.valkey import ValkeyServer
 
@@ -36,6 +36,8 @@ LIMITS = QueueLimits(max_requests=9, max_tokens=60, max_tenant_requests=5)
 PRIORITIES = (0, 0, -1, 0, 0, 1, 0)
 ENGINES = ("e0", "e1", "e2")
 engines = st.sampled_from(ENGINES)
+# The only engine that has the adapter of some of the requests.
+WITH_ADAPTER, VERSION = "e0", "1" * 32
 # The seconds by which gateways' clocks are ahead of the store's clock.
 AHEAD = {"g0": -90_000, "g1": 90_000}
 gateways = st.sampled_from(tuple(AHEAD))
@@ -63,6 +65,8 @@ class ScriptsAndModel(RuleBasedStateMachine):
             name: [b.gateway(name, ahead=ahead) for b in both] for name, ahead in AHEAD.items()
         }
         self.engines = {name: [b.engine(name) for b in both] for name in ENGINES}
+        for queue in self.engines[WITH_ADAPTER]:
+            queue.serve_adapters([adapter_key("sql", VERSION)])
         self.requests: list[GenerateRequest] = []
         self.attempts: dict[str, int] = {}
 
@@ -89,6 +93,8 @@ class ScriptsAndModel(RuleBasedStateMachine):
                     seconds=-1 if number == OVER else 600,
                 ),
                 tenant=f"t{number % 3}",
+                lora=None if number % 4 else "sql",
+                lora_version=None if number % 4 else VERSION,
             )
             for number in range(REQUESTS)
         ]

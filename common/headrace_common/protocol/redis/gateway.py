@@ -17,7 +17,6 @@ from ...sealing.sealer import PayloadKind, SealingError, opened, sealed
 from ...wire import keys
 from ...wire.keys import ShardKeys
 from ...wire.messages import (
-    PROTOCOL_VERSION,
     Cancel,
     ChoiceState,
     Control,
@@ -25,6 +24,8 @@ from ...wire.messages import (
     GenerateRequest,
     Reroute,
     encode_request,
+    required_adapter,
+    version_of,
 )
 from ..base import (
     LOST_RESERVED_S,
@@ -188,7 +189,7 @@ class RedisGatewayQueue:
             token_cost(request),
             len(request.prompt_token_ids),
             priority_class(request.priority),
-            PROTOCOL_VERSION,
+            version_of(request),
             limits.max_requests,
             limits.max_tokens,
             seen,
@@ -198,6 +199,7 @@ class RedisGatewayQueue:
             manner,
             request.tenant,
             limits.max_tenant_requests,
+            required_adapter(request),
             *where,
         ]
         names = [shard.record(rid), shard.payload(rid), shard.journal(rid), shard.stats]

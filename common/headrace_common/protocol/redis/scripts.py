@@ -24,6 +24,7 @@ NAMES = (
     "register",
     "unregister",
     "granted",
+    "adapt",
     "load",
     "store",
     "unstore",
@@ -42,7 +43,8 @@ _HELPERS: dict[str, tuple[str, ...]] = {
     "replay": ("tenants", "joining"),
     "admit": ("tenants", "joining", "placed"),
     "cancel": ("tenants", "leaving", "placed"),
-    "take": ("tenants", "leaving", "placed", "precedence"),
+    "take": ("tenants", "leaving", "placed", "precedence", "adapters", "passing"),
+    "reap": ("adapters",),
 }
 
 

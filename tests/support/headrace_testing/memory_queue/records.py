@@ -44,6 +44,7 @@ class Record:
     passes: int = 0
     lost_at: float = -math.inf
     anew: int = 0  # how often it was queued again after its end
+    adapter: str = ""  # the one that its engine must have loaded
     given: bool = False  # whether a client was given its outcome
 
     @property
