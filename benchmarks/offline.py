@@ -22,6 +22,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack, closing
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, TextIO
@@ -32,6 +33,11 @@ from offline_models import MODELS, make_model
 HEADRACE = "headrace"
 PEERS = ("transformers-static", "transformers-continuous")
 STATIC_BATCH = 16
+# Not batched_mm: it copies the weights of each row's experts, gigabytes for a prompt.
+EXPERTS = ("eager", "grouped_mm")
+# Freed memory is kept: otherwise transformers spends half of its time in the kernel, which maps and
+# clears memory for every large tensor.
+MALLOC = {"MALLOC_MMAP_THRESHOLD_": str(2**32), "MALLOC_TRIM_THRESHOLD_": str(2**34)}
 
 Run = Callable[[Sequence[Work]], list[list[int]]]
 
@@ -88,6 +94,8 @@ def static_runner(model: str, dtype: str, threads: int) -> Run:
     import torch
 
     net = _transformers_model(model, dtype, threads)
+    if net._can_set_experts_implementation():
+        use_fastest_experts(net)
 
     def batch(items: Sequence[Work]) -> list[list[int]]:
         width = max(len(item.prompt) for item in items)
@@ -116,6 +124,31 @@ def static_runner(model: str, dtype: str, threads: int) -> Run:
         return outputs
 
     return run
+
+
+def use_fastest_experts(net: Any) -> None:
+    """Chooses transformers' fastest way to compute the experts of a mixture: the time of one
+    prompt and a few tokens of each sequence decides."""
+    import torch
+
+    ids = torch.ones(STATIC_BATCH, 64, dtype=torch.long)
+    seconds: dict[str, float] = {}
+    for name in EXPERTS:
+        net.set_experts_implementation(name)
+        for _ in range(2):  # the second time counts
+            begin = time.perf_counter()
+            net.generate(
+                input_ids=ids,
+                attention_mask=torch.ones_like(ids),
+                max_new_tokens=8,
+                min_new_tokens=8,
+                do_sample=False,
+                pad_token_id=0,
+            )
+            seconds[name] = time.perf_counter() - begin
+    times = ", ".join(f"{name} {spent:.2f} s" for name, spent in seconds.items())
+    print(f"transformers' experts: {times}", file=sys.stderr)
+    net.set_experts_implementation(min(seconds, key=seconds.__getitem__))
 
 
 def continuous_runner(model: str, dtype: str, threads: int) -> Run:
@@ -195,10 +228,25 @@ class Contestant:
         command += ["--dtype", options.dtype, "--threads", str(options.threads)]
         command += ["--requests", str(options.requests), "--work", work]
         self._process = subprocess.Popen(
-            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, bufsize=1
+            command,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            bufsize=1,
+            env={**MALLOC, **os.environ},
         )
-        self.load_s = float(self._answer()["load_s"])
+        self.load_s = 0.0
+
+    def starts(self) -> bool:
+        """Waits until the engine has loaded the model; False if it cannot run it."""
+        line = _pipe(self._process.stdout).readline()
+        if not line:
+            print(f"{self.engine} cannot run this model; see above", file=sys.stderr)
+            self._process.wait()
+            return False
+        self.load_s = float(json.loads(line)["load_s"])
         self._process.send_signal(signal.SIGSTOP)
+        return True
 
     def run(self, number: int) -> float:
         self._process.send_signal(signal.SIGCONT)
@@ -210,6 +258,7 @@ class Contestant:
         return self.seconds[-1]
 
     def close(self) -> None:
+        """Ends the engine's process."""
         self._process.send_signal(signal.SIGCONT)
         self._process.communicate()
 
@@ -271,17 +320,22 @@ def race(
     vocab_size = int(json.loads((Path(model) / "config.json").read_text())["vocab_size"])
     jobs = WORKLOADS[work](options.requests, vocab_size, 0)
     tokens = sum(item.output_tokens for item in jobs)
-    contestants = [Contestant(engine, options, model, work) for engine in engines]
-    for number in range(options.rounds):
-        for contestant in contestants:
-            seconds = contestant.run(number)
-            print(
-                f"round {number + 1}/{options.rounds}  {contestant.engine:26}"
-                f"{seconds:8.2f} s {tokens / seconds:9.1f} tok/s",
-                file=sys.stderr,
-            )
-    for contestant in contestants:
-        contestant.close()
+    with ExitStack() as running:
+        contestants = [
+            running.enter_context(closing(contestant))
+            for contestant in (Contestant(engine, options, model, work) for engine in engines)
+            if contestant.starts()
+        ]
+        if [each.engine for each in contestants][:1] != engines[:1]:
+            raise SystemExit(f"{engines[0]} did not start; see above")
+        for number in range(options.rounds):
+            for contestant in contestants:
+                seconds = contestant.run(number)
+                print(
+                    f"round {number + 1}/{options.rounds}  {contestant.engine:26}"
+                    f"{seconds:8.2f} s {tokens / seconds:9.1f} tok/s",
+                    file=sys.stderr,
+                )
     return [_result(contestant, tokens) for contestant in contestants]
 
 

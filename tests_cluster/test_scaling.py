@@ -1,6 +1,9 @@
 """Engines follow the load through the ingress: from none to several, and back to none."""
 
 import os
+import subprocess
+import sys
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -8,12 +11,14 @@ from pathlib import Path
 import pytest
 
 from headrace_cluster.load import Load
+from headrace_cluster.metrics import scraped
 from headrace_cluster.record import Recorder, plot
 from headrace_cluster.release import ROOT, Release, Service
 from headrace_cluster.simulated import apart, profile, simulated
 from headrace_cluster.specs import MODEL, demo_service
 from headrace_testing.greedy import GreedyCase
 from headrace_testing.processes import until
+from headrace_testing.prometheus import PrometheusServer
 
 MOST = 3
 # Settings that shorten ten minutes in production to seconds.
@@ -32,6 +37,7 @@ SCALING = {
     },
 }
 PATIENCE_S = 240.0
+PICTURES = Path(os.environ.get("CLUSTER_PICTURES", ROOT / ".headrace" / "cluster"))
 
 
 @pytest.fixture(scope="module")
@@ -45,11 +51,20 @@ def scaled(release: Release) -> Service:
     return service
 
 
+@pytest.fixture
+def prometheus(scaled: Service, tmp_path: Path) -> Iterator[PrometheusServer]:
+    """Reads the metrics of the release; draws the operator's dashboard at the end."""
+    with scraped(scaled.release, tmp_path) as server:
+        began = time.time()
+        yield server
+        draw_dashboard(server, began)
+
+
 def test_replicas_follow_the_load_as_simulated_and_every_answer_is_right(
-    scaled: Service, long_cases: list[GreedyCase]
+    scaled: Service, prometheus: PrometheusServer, long_cases: list[GreedyCase]
 ) -> None:
     few, many = 1, 32
-    recorder = Recorder(scaled)
+    recorder = Recorder(scaled, prometheus)
 
     @contextmanager
     def load(clients: int) -> Iterator[Load]:
@@ -69,7 +84,7 @@ def test_replicas_follow_the_load_as_simulated_and_every_answer_is_right(
             until(lambda: recorder.last.desired < MOST, "engines to leave under load", PATIENCE_S)
             last.await_answers(few)
         until_none(scaled)
-    plot(recorder.samples, picture())
+    plot(recorder.samples, PICTURES / "scaling.png")
 
     assert one == 1
     prompt, tokens = len(long_cases[0].prompt), len(long_cases[0].output)
@@ -121,7 +136,13 @@ def until_none(service: Service) -> None:
     until(lambda: service.engines() == [], "no engine to be left", PATIENCE_S)
 
 
-def picture() -> Path:
-    """The path of the picture of the run."""
-    default = ROOT / ".headrace" / "cluster" / "scaling.png"
-    return Path(os.environ.get("CLUSTER_PICTURE", default))
+def draw_dashboard(prometheus: PrometheusServer, began: float) -> None:
+    """Draws what Grafana shows of the operator since `began`, Unix time."""
+    program = ROOT / "charts" / "generate" / "pictures.py"
+    source = ("--url", f"http://127.0.0.1:{prometheus.port}", "--since", str(began))
+    folder = str(PICTURES / "dashboards")
+    subprocess.run(
+        [sys.executable, str(program), *source, "--into", folder, "operator"],
+        env={**os.environ, "PYTHONPATH": str(ROOT / "tests" / "support")},
+        check=True,
+    )

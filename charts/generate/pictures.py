@@ -1,15 +1,18 @@
 """Makes docs/dashboards/*.png: a real `headrace up` under load, scraped by a real Prometheus.
 
-Only for developers; run by `make pictures`, takes about three minutes. The operator's dashboard is
-drawn from a cluster's Prometheus: `pictures.py http://127.0.0.1:9090 operator`.
+Only for developers; run by `make pictures`, takes about three minutes. Dashboards can be drawn from
+another Prometheus too, as the cluster's test of scaling does for the operator's:
+`pictures.py --url http://127.0.0.1:9090 --since 1764000000 --into FOLDER operator`.
 """
 
+import argparse
 import json
 import os
 import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
 
@@ -17,7 +20,6 @@ import httpx
 import psutil
 
 from dashboards import dashboards
-from headrace_dashboards.panel import Dashboard
 from headrace_testing.headrace_up import UpProcess
 from headrace_testing.prometheus import PrometheusServer, RedisExporter, Target
 from headrace_testing.valkey import ValkeyServer
@@ -26,7 +28,6 @@ from render import Source, Span, render
 ROOT = Path(__file__).resolve().parents[2]
 PICTURES = ROOT / "docs" / "dashboards"
 LOCAL = ("overview", "service", "engines")
-LAST_SECONDS = 15 * 60
 # Requests of each tenant, rate per second, seed. A repeated seed repeats prompts, which are then
 # cached.
 PHASES = (
@@ -43,25 +44,27 @@ QUEUE_BOUND = "100"
 
 
 def main() -> None:
-    if len(sys.argv) > 1:
-        url, *wanted = sys.argv[1:]
-        draw(url, Span(time.time() - LAST_SECONDS, time.time(), 60), tuple(wanted))
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser.add_argument("wanted", nargs="*", default=LOCAL, help="names of dashboards")
+    parser.add_argument("--url", help="a running Prometheus; without it, one is filled for this")
+    parser.add_argument("--since", type=float, help="Unix time at which the pictures begin")
+    parser.add_argument("--into", type=Path, default=PICTURES, help="folder of the pictures")
+    options = parser.parse_args()
+    if options.url:
+        draw(options.url, Span(options.since, time.time()), options.wanted, options.into)
         return
     with tempfile.TemporaryDirectory() as folder:
-        local(Path(folder))
+        local(Path(folder), options.wanted, options.into)
 
 
-def draw(url: str, span: Span, wanted: tuple[str, ...]) -> None:
-    PICTURES.mkdir(exist_ok=True)
-    for dashboard in chosen(wanted):
-        render(dashboard, Source(url, span), PICTURES / f"{dashboard.name}.png")
+def draw(url: str, span: Span, wanted: Sequence[str], into: Path) -> None:
+    into.mkdir(parents=True, exist_ok=True)
+    for dashboard in dashboards():
+        if dashboard.name in wanted:
+            render(dashboard, Source(url, span), into / f"{dashboard.name}.png")
 
 
-def chosen(wanted: tuple[str, ...]) -> list[Dashboard]:
-    return [each for each in dashboards() if each.name in wanted or not wanted]
-
-
-def local(folder: Path) -> None:
+def local(folder: Path, wanted: Sequence[str], into: Path) -> None:
     """Two engines and a gateway on this machine, loaded phase by phase by two tenants."""
     os.environ["HEADRACE_GATEWAY_MAX_QUEUED_REQUESTS"] = QUEUE_BOUND
     with ExitStack() as running:
@@ -92,7 +95,7 @@ def local(folder: Path) -> None:
                     engine_of(up).kill()
                 for one in loads:
                     one.wait()
-        draw(f"http://127.0.0.1:{prometheus.port}", Span(start, time.time()), LOCAL)
+        draw(f"http://127.0.0.1:{prometheus.port}", Span(start, time.time()), wanted, into)
 
 
 def engine_of(up: UpProcess) -> psutil.Process:

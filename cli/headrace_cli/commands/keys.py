@@ -38,6 +38,14 @@ def create(
             help="Tenant of the key; each tenant has its own cache, fair share and metrics."
         ),
     ] = "default",
+    tenant_weight: Annotated[
+        float | None,
+        typer.Option(
+            min=0.01,
+            max=100,
+            help="Share of the tenant relative to others; default: as its other keys, or 1.",
+        ),
+    ] = None,
     model: Annotated[
         list[str] | None, typer.Option(help="A model that it may use, repeatable; default: all.")
     ] = None,
@@ -73,6 +81,7 @@ def create(
     )
     fields = fields_of(
         tenant=tenant,
+        tenant_weight=tenant_weight,
         models=model or (),
         limits=limits,
         priority_ceiling=priority_ceiling,

@@ -87,8 +87,10 @@ class KeyRecords:
 def create(
     records: KeyRecords, key_id: str, fields: dict[str, Any], output: Output, now: datetime
 ) -> None:
-    """Makes a key and shows it."""
-    made = _made(key_id, fields, now)
+    """Makes a key and shows it. Without a `tenant_weight` it gets that of its tenant's other
+    keys."""
+    weight = _tenant_weight(records.read(), fields["tenant"], fields["tenant_weight"])
+    made = _made(key_id, {**fields, "tenant_weight": weight}, now)
 
     def add(keys: tuple[ApiKey, ...]) -> Sequence[ApiKey]:
         if any(key.id == key_id for key in keys):
@@ -139,6 +141,7 @@ def revoke(records: KeyRecords, key_ids: Sequence[str], output: Output) -> None:
 def fields_of(
     *,
     tenant: str,
+    tenant_weight: float | None,
     models: Sequence[str],
     limits: KeyLimits,
     priority_ceiling: int,
@@ -149,6 +152,7 @@ def fields_of(
     """The fields of a new key, as given by flags."""
     return {
         "tenant": tenant,
+        "tenant_weight": tenant_weight,
         "models": tuple(models) or None,
         "limits": limits,
         "priority_ceiling": priority_ceiling,
@@ -179,6 +183,18 @@ def _made(key_id: str, fields: dict[str, Any], now: datetime) -> NewKey:
         return new_key(key_id, now, **fields)
     except ApiKeysError as error:
         raise UsageError(str(error)) from error
+
+
+def _tenant_weight(keys: Sequence[ApiKey], tenant: str, asked: float | None) -> float:
+    known = next((key.tenant_weight for key in keys if key.tenant == tenant), None)
+    if known is None or asked is None:
+        return known or asked or 1.0
+    if known != asked:
+        raise UsageError(
+            f"other keys of the tenant {tenant} have --tenant-weight {known:g}",
+            "leave the option out, or change those keys in the file",
+        )
+    return known
 
 
 def _shown(key: ApiKey) -> dict[str, Any]:

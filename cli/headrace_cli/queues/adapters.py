@@ -21,7 +21,7 @@ from headrace_common.wire import keys
 
 from ..errors import CliError
 from ..tables import plain_table
-from .queues import QueueSession, one_queue
+from .queues import QueueSession, queue_of
 
 
 def show_adapters(session: QueueSession, model: str | None, *, retired: bool) -> None:
@@ -79,7 +79,7 @@ def _changed(session: QueueSession, work: Callable[[Connection], Awaitable[None]
 
 
 async def _control(connection: Connection, model: str | None) -> tuple[str, AdapterControl]:
-    name, _ = await one_queue(QueueAdmin(connection), model)
+    name, _ = await queue_of(QueueAdmin(connection), model)
     await connection.measure_clock(keys.adapter_set(name))
     engines = RedisGatewayQueue(connection, "").engines
     return name, AdapterControl(RedisAdapterSets(connection), engines, connection.clock.now)

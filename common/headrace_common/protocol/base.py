@@ -236,6 +236,17 @@ class Beat:
     journaled: tuple[int, ...] = ()
 
 
+@dataclass(frozen=True, slots=True)
+class TenantUse:
+    """The tokens that each tenant has used in one shard since `epoch`, as fairness counts them.
+
+    The epoch changes when the shard's counters begin again.
+    """
+
+    epoch: str
+    tokens: Mapping[str, int]
+
+
 class GatewayQueue(Protocol):
     """The queue for one incarnation of a gateway.
 
@@ -429,4 +440,14 @@ class ShardQueue(EngineQueue, Protocol):
 
         Returns the number that it should take from, which is larger if other processes have lately
         used more shards: these may hold requests.
+        """
+
+    async def tenant_use(self, apart: float) -> TenantUse | None:
+        """What tenants have used in this shard; None if that was read less than `apart` seconds
+        ago."""
+
+    async def add_tenant_use(self, uses: Mapping[int, TenantUse]) -> None:
+        """Adds what tenants have used in other shards, by their numbers, to this shard's counters.
+
+        Only what is new since the last call for the same epoch is added.
         """

@@ -150,6 +150,7 @@ class ShardKeys:
             f   failures without progress               pn  tokens made, pt those at the last take
             fp  fingerprint           d   deadline      tk  tokens      pk  prompt tokens
             v   version               tn  tenant        t   time of admission
+            wg  the tenant's weight, if not 1
             out outcome               why failure code  gi  whether a client got its outcome
             kp  ms to store it after its end, if longer lt  when its state was lost
             an  how often it was queued again after its end
@@ -200,7 +201,8 @@ class ShardKeys:
     @property
     def counters(self) -> str:
         """Hash <tenant>: tokens that it has used, as far as they count; "": those of the tenant
-        served last. Expires when nothing was taken for an hour."""
+        served last. +<tenant>: all that was counted in this shard since @; =: when that was read;
+        <<shard>: what was known of another shard. Expires when nothing was taken for an hour."""
         return f"vc:{self.tag}"
 
     @property

@@ -51,7 +51,8 @@ class GenerateRequest:
     the prompt's embedding; an engine that does not know that field generates `max_tokens` tokens
     instead. `lora` names the adapter to run with; an engine that does not know that field runs the
     model without one. `lora_version` is set if that adapter was loaded while engines served: only
-    engines that have loaded this version of it may run the request.
+    engines that have loaded this version of it may run the request. `tenant_weight` is the
+    tenant's share relative to those of other tenants.
     """
 
     request_id: str
@@ -69,6 +70,7 @@ class GenerateRequest:
     pooling: PoolingParams | None = None
     lora: str | None = None
     lora_version: str | None = None
+    tenant_weight: float = 1.0
 
     @property
     def served_model(self) -> str:
@@ -309,6 +311,8 @@ def encode_request(request: GenerateRequest) -> bytes:
         body["lora"] = request.lora
     if request.lora_version is not None:
         body["lora_version"] = request.lora_version
+    if request.tenant_weight != 1:
+        body["weight"] = float(request.tenant_weight)
     return pack_message(body, other=_plain)
 
 
@@ -339,6 +343,7 @@ def decode_request(data: bytes) -> GenerateRequest:
         pooling=_pooling(_get(body, "pooling", dict)) if "pooling" in body else None,
         lora=_identifier(body, "lora") if "lora" in body else None,
         lora_version=_version(body) if "lora_version" in body else None,
+        tenant_weight=_weight(body),
     )
 
 
@@ -347,6 +352,13 @@ def _version(body: dict[str, Any]) -> str:
     if _VERSION.fullmatch(version) is None or "lora" not in body:
         raise MessageError("lora_version: must be 32 hexadecimal digits, with lora")
     return version
+
+
+def _weight(body: dict[Any, Any]) -> float:
+    weight = _get({"weight": 1.0, **body}, "weight", float)
+    if not 0 < weight < float("inf"):
+        raise MessageError(f"weight: {weight} is not above 0")
+    return weight
 
 
 def pack_tokens(token_ids: Sequence[int]) -> bytes:

@@ -171,6 +171,7 @@ class LeasedRequest:
             priority=request.priority,
             deadline=self.deadline,
             tenant=request.tenant,
+            tenant_weight=request.tenant_weight,
             cache_salt=request.cache_salt,
             resume=tuple(tuple(one.token_ids) for one in self.choices) if self.has_output else (),
             pooling=request.pooling,

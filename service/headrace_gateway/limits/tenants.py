@@ -27,6 +27,7 @@ class Tenancy:
     priority: int
     cache_salt: bytes
     tenant: str = DEFAULT_TENANT
+    tenant_weight: float = 1.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,6 +67,7 @@ class Caller:
             priority=self.priority(priority),
             cache_salt=tenant_salt(self.tenant, cache_salt),
             tenant=self.tenant,
+            tenant_weight=self.key.tenant_weight,
         )
 
 

@@ -78,7 +78,7 @@ class InMemory:
         def shard(number: int) -> ShardQueue:
             return MemoryEngineQueue(self.store, name, MODEL, shard=number, lease_ms=lease_ms)
 
-        return ShardedEngineQueue(shard, self.shards, reap_every=0.0)
+        return ShardedEngineQueue(shard, self.shards, reap_every=0.0, share_every=0.0)
 
     def registry(self) -> ModelRegistry:
         return MemoryModelRegistry(self.store)
@@ -145,7 +145,7 @@ class OverRedis:
         def shard(number: int) -> ShardQueue:
             return RedisEngineQueue(connection, name, MODEL, shard=number, lease_ms=lease_ms)
 
-        queue = ShardedEngineQueue(shard, self.shards, reap_every=0.0)
+        queue = ShardedEngineQueue(shard, self.shards, reap_every=0.0, share_every=0.0)
         self._engines.append(queue)
         return queue
 

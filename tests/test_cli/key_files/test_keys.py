@@ -65,6 +65,18 @@ def test_every_field_can_be_given(file: Path) -> None:
     assert key.expires == datetime(2099, 1, 31, tzinfo=UTC)
 
 
+def test_all_keys_of_a_tenant_have_one_weight(file: Path) -> None:
+    keys("create", "alice", "--file", file, "--tenant", "a", "--tenant-weight", 3)
+    keys("create", "bob", "--file", file, "--tenant", "a")
+    keys("create", "carol", "--file", file)
+    refused = keys("create", "dan", "--file", file, "--tenant", "a", "--tenant-weight", 2)
+
+    weights = {name: key.tenant_weight for name, key in entries(file).items()}
+    assert weights == {"alice": 3, "bob": 3, "carol": 1}
+    assert isinstance(refused.exception, UsageError)
+    assert "--tenant-weight 3" in str(refused.exception)
+
+
 def test_the_list_has_a_line_for_each_key(file: Path) -> None:
     keys("create", "alice", "--file", file, "--requests-per-minute", 60)
     keys("create", "bob", "--file", file, "--model", "m")

@@ -93,6 +93,7 @@ class ScriptsAndModel(RuleBasedStateMachine):
                     seconds=-1 if number == OVER else 600,
                 ),
                 tenant=f"t{number % 3}",
+                tenant_weight=(1.0, 3.0, 0.5)[number % 3],
                 lora=None if number % 4 else "sql",
                 lora_version=None if number % 4 else VERSION,
             )

@@ -8,6 +8,9 @@ from typing import Literal
 
 from matplotlib.figure import Figure
 
+from headrace_common.observability import metric_names
+from headrace_testing.prometheus import PrometheusServer
+
 from .load import Load
 from .release import Service
 from .sampling import Sampling
@@ -26,11 +29,14 @@ class Sample:
 
 @dataclass
 class Recorder(Sampling):
-    """Reads a ModelService's status once a second while its block runs, from `began`, Unix time."""
+    """Reads a ModelService's status and the queue's length once a second while its block runs, from
+    `began`, Unix time. The status tells the queue's length too, but as it was when the operator
+    last looked, up to 15 s before."""
 
     INTERVAL_S = 1.0
 
     service: Service
+    prometheus: PrometheusServer
     began: float = field(default_factory=time.time)
     samples: list[Sample] = field(default_factory=list)
     _loads: list[Load] = field(default_factory=list)
@@ -52,11 +58,15 @@ class Recorder(Sampling):
             Sample(
                 at=time.time() - self.began,
                 in_flight=sum(load.in_flight() for load in self._loads),
-                backlog=status.get("backlog") or 0,
+                backlog=self._waiting(),
                 desired=status.get("desiredReplicas", 0),
                 ready=status.get("readyReplicas", 0),
             )
         )
+
+    def _waiting(self) -> int:
+        found = self.prometheus.query(f"max({metric_names.QUEUE_DEPTH.prometheus_name})")
+        return int(float(found[0]["value"][1])) if found else 0
 
 
 def plot(samples: Sequence[Sample], path: Path) -> None:

@@ -255,6 +255,7 @@ class QueueAdmin:
             await sealed(sealer, PayloadKind.PAYLOAD, binding, encode_request(request)),
             request.keep_ms,
             request.tenant,
+            f"{request.tenant_weight:g}",
             required_adapter(request),
         ]
         names += [shard.stats, shard.dead_letters, *shard.queues, *shard.fairness]

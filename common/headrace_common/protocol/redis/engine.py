@@ -29,7 +29,7 @@ from ...wire.messages import (
     pack_tokens,
 )
 from ..attempt_history import AttemptHistory
-from ..base import Beat, EngineStatus, Lease, Outcome, Progress, Verdict
+from ..base import Beat, EngineStatus, Lease, Outcome, Progress, TenantUse, Verdict
 from ..failures import ended_state, failed
 from ..frames import (
     decode_control,
@@ -279,6 +279,21 @@ class RedisEngineQueue:
         if note := shard_note(shards, kept, now):
             await self._pipeline(("HSET", name, *note))
         return max(shards, kept)
+
+    async def tenant_use(self, apart: float) -> TenantUse | None:
+        found = await self._connection.run(
+            "tally", [self._keys.counters], [int(apart * 1000)], tries=1
+        )
+        if found is None:
+            return None
+        epoch, *pairs = [each.decode() for each in found] or [""]
+        return TenantUse(epoch, dict(zip(pairs[::2], map(int, pairs[1::2]), strict=True)))
+
+    async def add_tenant_use(self, uses: Mapping[int, TenantUse]) -> None:
+        args: list[Any] = []
+        for shard, use in uses.items():
+            args += [shard, use.epoch, len(use.tokens), *itertools.chain(*use.tokens.items())]
+        await self._connection.run("share", self._keys.fairness, args, tries=TRIES)
 
     async def _pipeline(self, *commands: Command) -> list[Any]:
         """Commands that may be repeated, in one round trip. Raises BackendUnavailable."""

@@ -199,6 +199,7 @@ class RedisGatewayQueue:
             manner,
             request.tenant,
             limits.max_tenant_requests,
+            f"{request.tenant_weight:g}",
             required_adapter(request),
             *where,
         ]

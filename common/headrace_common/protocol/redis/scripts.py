@@ -34,16 +34,18 @@ NAMES = (
     "settle",
     "renew",
     "probe",
+    "tally",
+    "share",
 )
 # Scripts that need further helpers before them.
 _HELPERS: dict[str, tuple[str, ...]] = {
     **dict.fromkeys(("reserve", "settle"), ("usage",)),
     **dict.fromkeys(("occupy", "vacate"), ("account",)),
-    **dict.fromkeys(("beat", "finish"), ("charging",)),
+    **dict.fromkeys(("beat", "finish", "share"), ("charging",)),
     "replay": ("tenants", "joining"),
     "admit": ("tenants", "joining", "placed"),
     "cancel": ("tenants", "leaving", "placed"),
-    "take": ("tenants", "leaving", "placed", "precedence", "adapters", "passing"),
+    "take": ("charging", "tenants", "leaving", "placed", "precedence", "adapters", "passing"),
     "reap": ("adapters",),
 }
 

@@ -26,7 +26,7 @@ from headrace_common.protocol.requests import fingerprint, priority_class, token
 from headrace_common.wire import keys
 from headrace_common.wire.messages import GenerateRequest, encode_request, required_adapter
 
-from .fairness import OUTPUT, FairQueue
+from .fairness import OUTPUT, FairQueue, cost
 from .placement import choose, first_own, free_at
 from .records import Ending, Record, Taken
 from .shards import Log, Round, Shard
@@ -177,6 +177,7 @@ class MemoryBackend:
             tokens=token_cost(request),
             prompt_tokens=len(request.prompt_token_ids),
             tenant=request.tenant,
+            weight=request.tenant_weight,
             gateway=gateway,
             admitted=now,
             attempt=seen or 0,
@@ -260,7 +261,7 @@ class MemoryBackend:
         else:
             turn.room -= record.prompt_tokens
             self._remove_placed(shard, rid)
-            shard.counters.serve(record.tenant, record.prompt_tokens)
+            shard.counters.serve(record.tenant, cost(record.prompt_tokens, record.weight))
             turn.taken.append(self._lease(queue.pop(), record, turn.engine, suspect=False))
 
     def _leave_adapter(self, shard: Shard, queue: FairQueue, turn: Round) -> None:
@@ -390,7 +391,7 @@ class MemoryBackend:
         if record.writer != f"{engine}/{item.attempt}":
             return verdict, record.gateway, item.journaled
         before, counts = record.progress, record.write_journal(item)
-        shard.counters.charge(record.tenant, OUTPUT * (record.progress - before))
+        _charge(shard, record, before, record.progress)
         return verdict, record.gateway, counts
 
     def release(self, shard: Shard, rid: str, engine: str, attempt: int | None, own: bool) -> bool:
@@ -417,7 +418,7 @@ class MemoryBackend:
         if record.why is FailureCode.LOST:
             record.lost_at = self.clock()
         output = sum(len(choice.token_ids) for choice in outcome.choices)
-        shard.counters.charge(record.tenant, OUTPUT * (output - record.progress))
+        _charge(shard, record, record.progress, output)
         self._end(shard, record)
         return True
 
@@ -469,6 +470,12 @@ class MemoryBackend:
         self.accounts.clear()
         self.readers.clear()
         self.salt = b""
+
+
+def _charge(shard: Shard, record: Record, before: int, after: int) -> None:
+    """Counts output tokens, of which `before` were counted already."""
+    tokens = cost(OUTPUT * after, record.weight) - cost(OUTPUT * before, record.weight)
+    shard.counters.charge(record.tenant, tokens)
 
 
 def _conflict(request: GenerateRequest) -> RequestConflict:

@@ -21,6 +21,7 @@ from headrace_common.protocol.base import (
     QueueLimits,
     QueuePosition,
     RequestStatus,
+    TenantUse,
 )
 from headrace_common.protocol.failures import failed
 from headrace_common.protocol.frames import (
@@ -336,6 +337,16 @@ class MemoryEngineQueue:
             until = self._backend.clock() + keys.SHARDS_KEPT_MS / 1000
             self._backend.kept[self._model] = (shards, until)
         return max(shards, kept)
+
+    async def tenant_use(self, apart: float) -> TenantUse | None:
+        shard, now = self._backend.shard(self._model, self.shard), self._backend.clock()
+        if abs(now - shard.tallied_at) < apart:
+            return None
+        shard.tallied_at = now
+        return shard.counters.tally()
+
+    async def add_tenant_use(self, uses: Mapping[int, TenantUse]) -> None:
+        self._backend.shard(self._model, self.shard).counters.share(uses)
 
     async def journal(self, request_id: str) -> tuple[ChoiceState, ...] | None:
         return _journal(self._backend, request_id, self._model)

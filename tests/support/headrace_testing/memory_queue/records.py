@@ -21,6 +21,7 @@ class Record:
     tokens: int
     prompt_tokens: int
     tenant: str
+    weight: float
     gateway: str
     admitted: float
     attempt: int = 0

@@ -32,6 +32,7 @@ class Shard:
     def clear(self) -> None:
         """Removes all waiting requests and the tenants' counters."""
         self.counters = Counters()
+        self.tallied_at = -math.inf
         self.waiting = {priority: FairQueue(self.counters) for priority in (1, 2, 3)}
         self.placed = Placed()
 

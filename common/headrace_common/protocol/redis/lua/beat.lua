@@ -73,7 +73,7 @@ local function renew(record, journal, at, v, result)
   end
   if made > tonumber(v[9]) then
     redis.call('HSET', record, 'pn', made, 'ph', starts and 'x' or v[11])
-    charge(v[10] or 'default', OUTPUT * (made - tonumber(v[9])))
+    charge(v[10] or 'default', v[12], tonumber(v[9]), made)
   elseif starts then
     redis.call('HSET', record, 'ph', 'x')
   end
@@ -81,7 +81,8 @@ end
 
 local now, at = now_ms(), 3
 for i = 4, #KEYS - 8, 2 do
-  local v = redis.call('HMGET', KEYS[i], 'st', 'o', 'a', 'mid', 'q', 'g', 'd', 'je', 'pn', 'tn', 'ph')
+  local v = redis.call('HMGET', KEYS[i], 'st', 'o', 'a', 'mid', 'q', 'g', 'd', 'je', 'pn', 'tn', 'ph',
+    'wg')
   local why = lost(v, ARGV[at])
   local result = { why }
   if not why then

@@ -9,16 +9,16 @@
 --       9 output tokens
 -- Result  1 (also when repeated), or 0 where the engine does not own the request
 local record = KEYS[1]
-local v = redis.call('HMGET', record, 'st', 'o', 'a', 'mid', 'q', 'f', 'pn', 'tn', 'kp')
+local v = redis.call('HMGET', record, 'st', 'o', 'a', 'mid', 'q', 'f', 'pn', 'tn', 'kp', 'wg')
 if not v[1] or v[2] ~= ARGV[2] or v[3] ~= ARGV[3] then return 0 end
 if ended(v[1]) then return v[1] == ARGV[4] and 1 or 0 end
 
 drop(KEYS[5 + tonumber(v[5])], v[4])
-redis.call('HSET', record, 'st', ARGV[4], 'why', ARGV[5], 'out', ARGV[6])
+redis.call('HSET', record, 'st', ARGV[4], 'why', ARGV[5], 'out', ARGV[6], 'pn', ARGV[9])
 keep_record(record, KEYS[2], KEYS[3], ARGV[7], v[9])
 local now = now_ms()
 if ARGV[5] == 'state_lost' then redis.call('HSET', record, 'lt', now) end
 count_ending(KEYS[4], now)
-charge(v[8] or 'default', OUTPUT * (tonumber(ARGV[9]) - tonumber(v[7] or 0)))
+charge(v[8] or 'default', v[10], tonumber(v[7] or 0), tonumber(ARGV[9]))
 if ARGV[8] ~= '' then dead_letter(KEYS[5], ARGV[1], ARGV[8], v[6], v[3]) end
 return 1

@@ -20,7 +20,7 @@ local room = tonumber(ARGV[3])
 local SHARE = 16
 local now = now_ms()
 local leases, endings, left = {}, {}, {}
-local charged, served = {}, nil -- tenants that were served, and which of them last
+local charged, served = {}, nil -- tokens of the tenants that were served, and which of them last
 local stopped = {} -- for each priority, `left` if its first request is for an adapter that the engine lacks
 read_adapters(6)
 
@@ -59,13 +59,13 @@ local function lease(priority, id, rid, v, payload)
   -- A first run writes the journal from its start; a later one only after RESUME.
   if attempt == 0 then fields[11], fields[12] = 'je', engine .. '/1' end
   redis.call('HSET', record, unpack(fields))
-  local tenant, tokens = v[9] or 'default', tonumber(v[8])
+  local tenant, tokens = v[9] or 'default', cost(tonumber(v[8]), v[14])
   no_longer_waiting(priority, tenant, v[7])
   unplace(priority, v[10], rid)
   if tokens > 0 then
     used_by[tenant] = used(tenant) + tokens
     set_score(tenant, used_by[tenant])
-    charged[tenant], served = true, tenant
+    charged[tenant], served = (charged[tenant] or 0) + tokens, tenant
   end
   leases[#leases + 1] = { rid, attempt + 1, v[5], attempt > 0 and 1 or 0, 0, payload, placed(v),
     now - tonumber(v[12] or now), tonumber(v[3]) - now }
@@ -204,9 +204,10 @@ if emptied == 3 then
 end
 if #left == 0 then left = stopped[1] or stopped[2] or stopped[3] or left end
 write_counts(stats)
-for tenant in pairs(charged) do
+for tenant, tokens in pairs(charged) do
   local last = tenant == served and '' or tenant
   redis.call('HSET', COUNTERS, tenant, used_by[tenant], last, used_by[tenant])
+  redis.call('HINCRBY', COUNTERS, '+' .. tenant, string.format('%.0f', tokens))
 end
 if #leases > 0 then redis.call('PEXPIRE', COUNTERS, FORGET) end
 return { leases, endings, left }
