@@ -154,7 +154,7 @@ class AdapterRounds:
 
     def start(self) -> None:
         for _ in range(2):
-            self.stack.add_gateway("--allow-runtime-lora-updating")
+            self.stack.add_gateway("--allow-runtime-lora-updating", "--lora-load-timeout", "110")
         for _ in range(3):
             self.add_engine()
         self.stack.await_engines(3)

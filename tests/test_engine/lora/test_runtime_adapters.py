@@ -1,5 +1,6 @@
 """Adapters that are loaded and removed while an engine serves, compared with merged weights."""
 
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -140,6 +141,22 @@ def test_an_adapter_that_does_not_fit_is_refused_and_the_others_stay(
 
     assert served.outputs["all"] == scene.paths("all")[0].output
     assert len(served.outputs["all"]) == LENGTH
+
+
+def test_an_adapter_of_experts_needs_memory_that_is_taken_at_the_start(
+    checkpoint: Callable[[str], Path], tmp_path: Path
+) -> None:
+    kinds: dict[str, dict[str, Any]] = {"a": {"modules": (), "experts": "joined", "rank": 3}}
+    scene = AdapterScene(tmp_path, checkpoint("qwen2-moe"), kinds)
+    with pytest.raises(CheckpointError, match="set lora_experts"):
+        Served(scene).load("a", scene.folders["a"])
+    served = Served(scene, lora_experts=True)
+    served.load("a", scene.folders["a"])
+    served.add("a", "a", "a")
+
+    served.run()
+
+    assert served.outputs["a"] == scene.paths("a")[0].output
 
 
 def test_the_digest_depends_on_both_files(scene: AdapterScene, tmp_path: Path) -> None:
