@@ -20,7 +20,13 @@ from headrace_common.protocol.adapters import (
     encode_set,
     new_adapter,
 )
-from headrace_common.protocol.base import EngineStatus, Lease, QueueLimits
+from headrace_common.protocol.base import (
+    Candidate,
+    EngineStatus,
+    Lease,
+    Placement,
+    QueueLimits,
+)
 from headrace_common.wire.messages import (
     GenerateRequest,
     adapter_key,
@@ -87,6 +93,26 @@ async def test_an_engine_takes_the_requests_that_wait_after_one_that_it_cannot_r
 
     assert sorted(found) == sorted(each.request_id for each in [*plain, later])
     assert sorted(ids(await with_it.take(16))) == sorted(each.request_id for each in adapted)
+
+
+async def test_a_request_that_went_first_without_its_adapter_keeps_no_engine_from_others(
+    backend: Backend,
+) -> None:
+    """An engine prefers a request that is placed with it, and then finds that it lacks the
+    adapter."""
+    a, b, gateway = backend.engine("a"), backend.engine("b"), backend.gateway()
+    plain, adapted = make_request(), request_for(ONE)
+    for request, name in ((plain, "a"), (adapted, "b")):
+        placement = Placement(
+            candidates=(Candidate(engine_id=name, capacity=64),),
+            capacity=128,
+            load_factor=99,
+            hold_ms=3_600_000,
+        )
+        await gateway.admit(request, LIMITS, placement=placement)
+
+    assert await b.take(4) == []
+    assert ids(await a.take(4)) == [plain.request_id]
 
 
 async def test_a_request_for_an_adapter_of_the_settings_goes_to_any_engine(
