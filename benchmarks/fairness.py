@@ -2,8 +2,9 @@
 
     python benchmarks/fairness.py [--engines 4] [--shards 3] [--seconds 150] [--json FILE]
 
-Real processes on loopback: Valkey, a gateway with API keys, engines with a tiny random model. Every
-tenant keeps a constant number of streams open, the greedy one many, so that all wait all the time.
+Real processes on loopback: Valkey, a gateway with API keys, engines with a tiny random model that
+pause after each step, so that they are the bottleneck. Every tenant keeps a constant number of
+streams open, the greedy one many, so that all wait all the time.
 For each window of 30 s it prints Jain's index of the tokens that the tenants were given, output
 counted twice as the queue does, over their weights.
 """
@@ -21,6 +22,7 @@ import httpx
 from rich.console import Console
 from rich.table import Table
 
+from headrace_testing import paced
 from headrace_testing.api_keys import KeyBook
 from headrace_testing.checkpoints import save_checkpoint
 from headrace_testing.stack import MODEL, Stack
@@ -29,6 +31,7 @@ from virtual_time.measures import jain
 WINDOW = 30.0
 OUTPUT = 2
 SLOTS = 4
+PAUSE_MS = 50
 SEQUENCE = 512
 
 
@@ -45,7 +48,7 @@ class Tenant:
 
 def tenants(modest: int) -> list[Tenant]:
     """One greedy tenant, and modest ones of which the first has twice the weight of the others."""
-    greedy = Tenant("greedy", 1.0, streams=80, prompt=64, output=160)
+    greedy = Tenant("greedy", 1.0, streams=80, prompt=64, output=120)
     weights = [2.0] + [1.0] * (modest - 1)
     return [
         greedy,
@@ -131,10 +134,10 @@ def measure(folder: Path, engines: int, shards: int, seconds: float, modest: int
     for tenant in asked:
         book.add(tenant.name, tenant=tenant.name, tenant_weight=tenant.weight)
     model = save_checkpoint(folder / "model", "llama", max_position_embeddings=SEQUENCE)
-    stack = Stack(model, folder, queue_shards=shards)
+    stack = Stack(model, folder, env=paced.ENVIRONMENT, queue_shards=shards)
     try:
         for _ in range(engines):
-            stack.add_engine("--max-num-seqs", str(SLOTS))
+            stack.add_engine("--max-num-seqs", str(SLOTS), *paced.flags(PAUSE_MS))
         gateway = stack.add_gateway("--api-keys-file", str(book.path))
         stack.await_engines(engines)
         shares = asyncio.run(_load(gateway.url, book, asked, seconds))

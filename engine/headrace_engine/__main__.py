@@ -156,7 +156,7 @@ async def serve(
         sealing.start()
         registration = _registration(settings, engine, connection, files)
         worker = Worker(
-            _worker_config(settings, engine),
+            _worker_config(settings, engine, 0.0 if runner is None else runner.kv_bytes_per_token),
             queue,
             engine,
             measures,
@@ -221,13 +221,16 @@ def _adapters(
     )
 
 
-def _worker_config(settings: EngineSettings, engine: Engine) -> WorkerConfig:
+def _worker_config(
+    settings: EngineSettings, engine: Engine, kv_bytes_per_token: float
+) -> WorkerConfig:
     return WorkerConfig(
         model=settings.name,
         name=settings.display_name,
         max_model_len=engine.max_model_len,
         max_num_seqs=settings.max_num_seqs,
         block_size=settings.block_size,
+        kv_bytes_per_token=kv_bytes_per_token,
         lookahead=settings.taken_ahead,
         version=version("headrace"),
         beat_interval=settings.beat_interval,

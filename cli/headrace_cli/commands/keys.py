@@ -54,6 +54,12 @@ def create(
         int | None, typer.Option(min=1, help="Prompt and output tokens together.")
     ] = None,
     concurrency: Annotated[int | None, typer.Option(min=1, help="Requests at once.")] = None,
+    prompt_tokens_per_day: Annotated[
+        int | None, typer.Option(min=1, help="Prompt tokens of a day in UTC.")
+    ] = None,
+    output_tokens_per_day: Annotated[
+        int | None, typer.Option(min=1, help="Output tokens of a day in UTC.")
+    ] = None,
     priority_ceiling: Annotated[
         int, typer.Option(help="Most urgent priority that it may ask for; lower is sooner.")
     ] = 0,
@@ -78,6 +84,8 @@ def create(
         requests_per_minute=requests_per_minute,
         tokens_per_minute=tokens_per_minute,
         concurrency=concurrency,
+        prompt_tokens_per_day=prompt_tokens_per_day,
+        output_tokens_per_day=output_tokens_per_day,
     )
     fields = fields_of(
         tenant=tenant,

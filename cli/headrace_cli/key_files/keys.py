@@ -213,10 +213,15 @@ def _table(keys: Sequence[ApiKey], now: datetime) -> Table:
         if key.expired(now):
             expires += " (over)"
         table.add_row(
-            key.id, f"{key.prefix}...", key.tenant, models, _limits(key.limits),
+            key.id, f"{key.prefix}...", _tenant(key), models, _limits(key.limits),
             f"{key.priority_ceiling}+" + (" admin" if key.admin else ""), expires,
         )  # fmt: skip
     return table
+
+
+def _tenant(key: ApiKey) -> str:
+    weight = key.tenant_weight
+    return key.tenant if weight == 1 else f"{key.tenant} (weight {weight:g})"
 
 
 def _limits(limits: KeyLimits) -> str:
@@ -224,6 +229,8 @@ def _limits(limits: KeyLimits) -> str:
         (limits.requests_per_minute, "requests/min"),
         (limits.tokens_per_minute, "tokens/min"),
         (limits.concurrency, "at once"),
+        (limits.prompt_tokens_per_day, "prompt tokens/day"),
+        (limits.output_tokens_per_day, "output tokens/day"),
     )
     return ", ".join(f"{value} {unit}" for value, unit in named if value is not None) or "none"
 

@@ -53,12 +53,15 @@ class _Entry(BaseModel):
 class KeyLimits(_Entry):
     """The limits of one key over all gateways; None means no limit.
 
-    Rates are token buckets: one minute's amount may be used at once, then it refills evenly.
+    Rates are token buckets: one minute's amount may be used at once, then it refills evenly. Days
+    begin at midnight UTC.
     """
 
     requests_per_minute: int | None = Field(None, ge=1, le=10**9)
     tokens_per_minute: int | None = Field(None, ge=1, le=10**12)
     concurrency: int | None = Field(None, ge=1, le=10**6)
+    prompt_tokens_per_day: int | None = Field(None, ge=1, le=10**15)
+    output_tokens_per_day: int | None = Field(None, ge=1, le=10**15)
 
     @property
     def unlimited(self) -> bool:

@@ -52,7 +52,8 @@ class GenerateRequest:
     instead. `lora` names the adapter to run with; an engine that does not know that field runs the
     model without one. `lora_version` is set if that adapter was loaded while engines served: only
     engines that have loaded this version of it may run the request. `tenant_weight` is the
-    tenant's share relative to those of other tenants.
+    tenant's share relative to those of other tenants. `key` is the id of the client's API key;
+    engines do not need it.
     """
 
     request_id: str
@@ -71,6 +72,7 @@ class GenerateRequest:
     lora: str | None = None
     lora_version: str | None = None
     tenant_weight: float = 1.0
+    key: str = ""
 
     @property
     def served_model(self) -> str:
@@ -313,6 +315,8 @@ def encode_request(request: GenerateRequest) -> bytes:
         body["lora_version"] = request.lora_version
     if request.tenant_weight != 1:
         body["weight"] = float(request.tenant_weight)
+    if request.key:
+        body["key"] = request.key
     return pack_message(body, other=_plain)
 
 
@@ -344,6 +348,7 @@ def decode_request(data: bytes) -> GenerateRequest:
         lora=_identifier(body, "lora") if "lora" in body else None,
         lora_version=_version(body) if "lora_version" in body else None,
         tenant_weight=_weight(body),
+        key=_identifier(body, "key") if "key" in body else "",
     )
 
 

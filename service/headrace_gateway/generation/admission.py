@@ -86,6 +86,7 @@ class Job:
             priority=self.tenancy.priority,
             trace=self.trace,
             pooling=self.pooling,
+            key=self.tenancy.key,
         )
 
 

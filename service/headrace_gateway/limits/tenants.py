@@ -28,6 +28,7 @@ class Tenancy:
     cache_salt: bytes
     tenant: str = DEFAULT_TENANT
     tenant_weight: float = 1.0
+    key: str = ""  # the id of its API key
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,6 +69,7 @@ class Caller:
             cache_salt=tenant_salt(self.tenant, cache_salt),
             tenant=self.tenant,
             tenant_weight=self.key.tenant_weight,
+            key=self.key.id,
         )
 
 

@@ -8,6 +8,7 @@ from typing import Protocol
 from headrace_common.protocol.accounts import Accounts
 from headrace_common.protocol.adapters import AdapterSets
 from headrace_common.protocol.base import EngineQueue, EngineStatus, GatewayQueue, ShardQueue
+from headrace_common.protocol.ledger import UsageEntry, read_entry
 from headrace_common.protocol.redis.accounts import RedisAccounts
 from headrace_common.protocol.redis.adapters import RedisAdapterSets
 from headrace_common.protocol.redis.client.client import RedisClient
@@ -60,6 +61,9 @@ class Backend(Protocol):
     async def dead_letters(self) -> list[tuple[str, str]]:
         """The request id and the reason of each dead letter."""
 
+    async def ledger(self) -> list[UsageEntry]:
+        """The entries of all shards of the model's ledger, the oldest of each shard first."""
+
     async def close(self) -> None: ...
 
 
@@ -98,6 +102,10 @@ class InMemory:
     async def dead_letters(self) -> list[tuple[str, str]]:
         shards = [self.store.shard(MODEL, number) for number in range(self.shards)]
         return [(rid, why) for shard in shards for rid, why, _ in shard.dead_letters]
+
+    async def ledger(self) -> list[UsageEntry]:
+        shards = [self.store.shard(MODEL, number) for number in range(self.shards)]
+        return [entry for shard in shards for entry in shard.ledger]
 
     async def close(self) -> None:
         """Does nothing: no connection is open."""
@@ -172,6 +180,14 @@ class OverRedis:
             for letter in await self.client.command("XRANGE", name, "-", "+")
         ]
         return [(fields[b"r"].decode(), fields[b"why"].decode()) for _, fields in found]
+
+    async def ledger(self) -> list[UsageEntry]:
+        names = [keys.ShardKeys(MODEL, number).ledger for number in range(self.shards)]
+        return [
+            read_entry(MODEL, *entry)
+            for name in names
+            for entry in await self.client.command("XRANGE", name, "-", "+")
+        ]
 
     async def close(self) -> None:
         for queue in self._engines:

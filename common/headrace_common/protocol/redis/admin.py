@@ -26,6 +26,7 @@ from ...wire.messages import (
 from ..base import EngineStatus, QueueDepth
 from ..failures import failed
 from ..frames import encode_frame
+from ..ledger import LedgerBounds
 from ..requests import fingerprint, priority_class, token_cost
 from .client.client import Command
 from .client.connection import Connection
@@ -256,6 +257,9 @@ class QueueAdmin:
             request.keep_ms,
             request.tenant,
             f"{request.tenant_weight:g}",
+            request.key,
+            request.lora or "",
+            LedgerBounds().field,
             required_adapter(request),
         ]
         names += [shard.stats, shard.dead_letters, *shard.queues, *shard.fairness]
@@ -292,8 +296,8 @@ class QueueAdmin:
         names = [shard.record(rid), shard.payload(rid), shard.journal(rid)]
         now_state, owner = await self._connection.run(
             "cancel",
-            [*names, shard.stats, *shard.queues, shard.placed, *shard.fairness],
-            [keys.ENDED_TTL_MS, rid],
+            [*names, shard.stats, *shard.queues, shard.ledger, shard.placed, *shard.fairness],
+            [keys.ENDED_TTL_MS, rid, ""],
             tries=TRIES,
         )
         if now_state != b"cancelled":

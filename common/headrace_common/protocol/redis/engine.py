@@ -39,6 +39,7 @@ from ..frames import (
     encode_outcome,
     is_of_operator,
 )
+from ..ledger import AttemptUsage
 from ..requests import check_shard
 from ..shards import SHARD_FIELDS, shard_note, shards_kept
 from ..status import encode_status
@@ -114,7 +115,7 @@ class RedisEngineQueue:
         found, endings, left = await self._connection.run(
             "take",
             [shard.stats, shard.dead_letters, shard.wakeups, *shard.queues, *prefixes]
-            + [shard.placed, *shard.fairness],
+            + [shard.ledger, shard.placed, *shard.fairness],
             [self.engine_id, count, room, REQUEST_VERSION, keys.ENDED_TTL_MS, *self._adapters],
         )
         self._left = (int(left[0]) - 1, left[1].decode()) if left else None
@@ -129,7 +130,7 @@ class RedisEngineQueue:
         self._reaps += 1
         found, endings = await self._connection.run(
             "reap",
-            [shard.stats, shard.dead_letters, *shard.queues, *prefixes],
+            [shard.stats, shard.dead_letters, *shard.queues, *prefixes, shard.ledger],
             [
                 self.engine_id,
                 count,
@@ -159,7 +160,9 @@ class RedisEngineQueue:
                     extra={"request_id": rid, "error": str(error)},
                 )
                 refused = _refused(rid, int(item[1]), error)
-                await self._end(rid, int(item[1]), Outcome(failed=refused), "malformed")
+                await self._end(
+                    rid, int(item[1]), Outcome(failed=refused), "malformed", AttemptUsage()
+                )
                 replies.setdefault(gateway, []).append(refused)
         for rid, attempt, gateway, why in endings:
             message = failed(rid.decode(), int(attempt), FailureCode(why.decode()))
@@ -256,7 +259,7 @@ class RedisEngineQueue:
         args: list[Any] = [self.engine_id, keys.GRACE_MS]
         for item in progress:
             names += [self._keys.record(item.request_id), self._keys.journal(item.request_id)]
-            args += [item.attempt, int(item.executing), len(item.choices)]
+            args += [item.attempt, int(item.executing), item.usage.field, len(item.choices)]
             writer = f"{self.engine_id}/{item.attempt}"
             for number, choice in enumerate(item.choices):
                 index = item.journaled[number]
@@ -426,10 +429,18 @@ class RedisEngineQueue:
         (found,) = await self._pipeline(("EXISTS", beat))
         return bool(found)
 
-    async def finish(self, request_id: str, attempt: int, outcome: Outcome) -> bool:
-        return await self._end(request_id, attempt, outcome, "")
+    async def finish(
+        self,
+        request_id: str,
+        attempt: int,
+        outcome: Outcome,
+        usage: AttemptUsage | None = None,
+    ) -> bool:
+        return await self._end(request_id, attempt, outcome, "", usage or AttemptUsage())
 
-    async def _end(self, rid: str, attempt: int, outcome: Outcome, dead_letter: str) -> bool:
+    async def _end(
+        self, rid: str, attempt: int, outcome: Outcome, dead_letter: str, usage: AttemptUsage
+    ) -> bool:
         """Runs FINISH. `dead_letter` is the reason to keep a dead letter; empty: keep none."""
         shard = self._keys
         names = [shard.record(rid), shard.payload(rid), shard.journal(rid)]
@@ -444,15 +455,10 @@ class RedisEngineQueue:
             keys.ENDED_TTL_MS,
             dead_letter,
             sum(len(choice.token_ids) for choice in outcome.choices),
+            usage.field,
         ]
-        return bool(
-            await self._connection.run(
-                "finish",
-                [*names, shard.stats, shard.dead_letters, *shard.queues, *shard.fairness],
-                args,
-                tries=TRIES,
-            )
-        )
+        names += [shard.stats, shard.dead_letters, *shard.queues, shard.ledger, *shard.fairness]
+        return bool(await self._connection.run("finish", names, args, tries=TRIES))
 
     async def close(self) -> None:
         """Removes the engine from the list of engines and closes the connections."""

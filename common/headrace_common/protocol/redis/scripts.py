@@ -17,6 +17,7 @@ NAMES = (
     "beat",
     "resume",
     "finish",
+    "given",
     "cancel",
     "giveback",
     "giveout",
@@ -41,12 +42,23 @@ NAMES = (
 _HELPERS: dict[str, tuple[str, ...]] = {
     **dict.fromkeys(("reserve", "settle"), ("usage",)),
     **dict.fromkeys(("occupy", "vacate"), ("account",)),
-    **dict.fromkeys(("beat", "finish", "share"), ("charging",)),
+    **dict.fromkeys(("beat", "share"), ("charging",)),
+    "finish": ("charging", "ledger"),
+    "given": ("ledger",),
+    "reap": ("ledger", "adapters"),
     "replay": ("tenants", "joining"),
     "admit": ("tenants", "joining", "placed"),
-    "cancel": ("tenants", "leaving", "placed"),
-    "take": ("charging", "tenants", "leaving", "placed", "precedence", "adapters", "passing"),
-    "reap": ("adapters",),
+    "cancel": ("tenants", "leaving", "placed", "ledger"),
+    "take": (
+        "charging",
+        "tenants",
+        "leaving",
+        "placed",
+        "precedence",
+        "ledger",
+        "adapters",
+        "passing",
+    ),
 }
 
 

@@ -24,6 +24,7 @@ from ...errors import BackendUnavailable
 from ...wire.keys import shard_of
 from ...wire.messages import ChoiceState, Control, Reply
 from ..base import Beat, EngineStatus, Lease, Outcome, Progress, ShardQueue, TenantUse
+from ..ledger import AttemptUsage
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -305,8 +306,14 @@ class ShardedEngineQueue:
     async def resume(self, request_id: str, attempt: int, choices: Sequence[ChoiceState]) -> bool:
         return await self._of(request_id).resume(request_id, attempt, choices)
 
-    async def finish(self, request_id: str, attempt: int, outcome: Outcome) -> bool:
-        return await self._of(request_id).finish(request_id, attempt, outcome)
+    async def finish(
+        self,
+        request_id: str,
+        attempt: int,
+        outcome: Outcome,
+        usage: AttemptUsage | None = None,
+    ) -> bool:
+        return await self._of(request_id).finish(request_id, attempt, outcome, usage)
 
     async def publish(self, replies: Mapping[str, Sequence[Reply]]) -> None:
         await self._first.publish(replies)

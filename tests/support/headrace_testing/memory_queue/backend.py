@@ -21,12 +21,19 @@ from headrace_common.protocol.base import (
     Verdict,
 )
 from headrace_common.protocol.failures import ended_state
+from headrace_common.protocol.ledger import AttemptUsage, UsageOutcome
 from headrace_common.protocol.registry import RegisteredModel
 from headrace_common.protocol.requests import fingerprint, priority_class, token_cost
 from headrace_common.wire import keys
-from headrace_common.wire.messages import GenerateRequest, encode_request, required_adapter
+from headrace_common.wire.messages import (
+    GenerateRequest,
+    decode_request,
+    encode_request,
+    required_adapter,
+)
 
 from .fairness import OUTPUT, FairQueue, cost
+from .ledger import how, usage_entry
 from .placement import choose, first_own, free_at
 from .records import Ending, Record, Taken
 from .shards import Log, Round, Shard
@@ -182,7 +189,9 @@ class MemoryBackend:
             admitted=now,
             attempt=seen or 0,
             keep=request.keep_ms / 1000,
-            adapter=required_adapter(request),
+            key=request.key,
+            adapter=request.lora or "",
+            required=required_adapter(request),
             expires=now + left + keys.GRACE_MS / 1000,
         )
 
@@ -252,7 +261,7 @@ class MemoryBackend:
         if record.deadline <= self.clock():
             self._remove_placed(shard, rid)
             turn.endings.append(self._fail(shard, queue.pop(), FailureCode.DEADLINE, False))
-        elif record.adapter not in turn.adapters:
+        elif record.required not in turn.adapters:
             self._leave_adapter(shard, queue, turn)
         elif record.placed not in ("", turn.engine) and self._gives_way(shard, rid, turn):
             return
@@ -266,10 +275,10 @@ class MemoryBackend:
 
     def _leave_adapter(self, shard: Shard, queue: FairQueue, turn: Round) -> None:
         """Takes the next request that the engine can run before the first, or nothing more."""
-        able = [r for r in queue.listed() if shard.records[r].adapter in turn.adapters]
+        able = [r for r in queue.listed() if shard.records[r].required in turn.adapters]
         if able:
             queue.pass_over(able[0])
-        elif any(shard.records[r].adapter in turn.adapters for r in queue.unread()):
+        elif any(shard.records[r].required in turn.adapters for r in queue.unread()):
             queue.rotate()
         else:
             turn.lacking.add(shard.records[queue.first() or ""].priority)
@@ -330,6 +339,7 @@ class MemoryBackend:
         self._keep(record)
         if started:
             shard.count_ending(self.clock())
+        self._enter(shard, rid, how(record), 0)
         return Ending(rid, record.attempt, record.gateway, why)
 
     def reap(
@@ -352,7 +362,7 @@ class MemoryBackend:
             if record.deadline <= self.clock():
                 endings.append(self._fail(shard, rid, FailureCode.DEADLINE, True))
                 continue
-            if record.adapter not in ("", *adapters):
+            if record.required not in ("", *adapters):
                 continue
             failures = record.counted_failures
             if failures >= POISON:
@@ -386,11 +396,15 @@ class MemoryBackend:
         if record.ended:
             return Verdict.STOLEN, "", item.journaled
         record.beaten = self.clock()
-        record.executing = record.executing or item.executing
+        if item.executing and not record.executing:
+            record.executing = True
+            record.usage[record.attempt] = item.usage
         verdict = Verdict.EXPIRED if record.deadline <= self.clock() else Verdict.OWNED
         if record.writer != f"{engine}/{item.attempt}":
             return verdict, record.gateway, item.journaled
         before, counts = record.progress, record.write_journal(item)
+        if record.progress > before:
+            record.usage[record.attempt] = item.usage
         _charge(shard, record, before, record.progress)
         return verdict, record.gateway, counts
 
@@ -405,7 +419,15 @@ class MemoryBackend:
         shard.wakeups += 1
         return True
 
-    def finish(self, shard: Shard, rid: str, engine: str, attempt: int, outcome: Outcome) -> bool:
+    def finish(
+        self,
+        shard: Shard,
+        rid: str,
+        engine: str,
+        attempt: int,
+        outcome: Outcome,
+        usage: AttemptUsage,
+    ) -> bool:
         """FINISH."""
         record = self.owned(shard, rid, engine, attempt)
         if record is None:
@@ -414,19 +436,24 @@ class MemoryBackend:
         if record.ended:
             return record.state == state
         record.state, record.outcome = state, outcome
+        record.usage[attempt] = usage
         record.why = outcome.failed.failure if outcome.failed else None
         if record.why is FailureCode.LOST:
             record.lost_at = self.clock()
         output = sum(len(choice.token_ids) for choice in outcome.choices)
         _charge(shard, record, record.progress, output)
         self._end(shard, record)
+        self._enter(shard, rid, how(record), output)
         return True
 
-    def cancel(self, shard: Shard, rid: str) -> str:
+    def cancel(self, shard: Shard, rid: str, given: int | None = None) -> str:
         """CANCEL: returns the engine to tell, or ""."""
         record = shard.records.get(rid)
         if record is None:
             return ""
+        if record.ended and given is not None and not (record.state == "done" and record.keep):
+            record.given_tokens = given
+            self._enter(shard, rid, how(record), given, always=False)
         if record.undecided:
             record.state, record.why, record.outcome = "cancelled", FailureCode.CANCELLED, None
             return ""
@@ -434,7 +461,28 @@ class MemoryBackend:
             self._remove_waiting(shard, rid)
             record.state, record.why = "cancelled", FailureCode.CANCELLED
             self._end(shard, record)
+            record.given_tokens = record.given_tokens if given is None else given
+            expired = record.deadline <= self.clock()
+            outcome = UsageOutcome.EXPIRED if expired else UsageOutcome.CANCELLED
+            self._enter(shard, rid, outcome, given or 0)
         return record.owner if record.state == "cancelled" else ""
+
+    def note_given(self, shard: Shard, rid: str, given: int) -> None:
+        """GIVEN."""
+        record = shard.records.get(rid)
+        if record is None:
+            return
+        record.given_tokens = given
+        if record.ended:
+            self._enter(shard, rid, how(record), given, always=False)
+
+    def _enter(
+        self, shard: Shard, rid: str, outcome: UsageOutcome, output: int, *, always: bool = True
+    ) -> None:
+        record, model = shard.records[rid], decode_request(shard.records[rid].payload).model
+        entry = usage_entry(model, rid, record, outcome, output, self.clock(), always=always)
+        if entry is not None:
+            shard.ledger.append(entry)
 
     def forget(self, shard: Shard, rid: str) -> None:
         """Lets the record of an ended request expire; until then its engine may repeat commands."""
@@ -455,6 +503,7 @@ class MemoryBackend:
         for shard in self.shards.values():
             shard.records.clear()
             shard.dead_letters.clear()
+            shard.ledger.clear()
             shard.statuses.clear()
             shard.clear()
         for log in (*self.frames.values(), *self.controls.values()):

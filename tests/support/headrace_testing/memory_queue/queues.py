@@ -31,6 +31,7 @@ from headrace_common.protocol.frames import (
     encode_frame,
 )
 from headrace_common.protocol.journal import rebuild_from
+from headrace_common.protocol.ledger import AttemptUsage
 from headrace_common.protocol.redis.framing import frames_of
 from headrace_common.protocol.requests import check_shard, queue_full
 from headrace_common.wire import keys
@@ -180,10 +181,13 @@ class MemoryGatewayQueue:
         self._backend.check()
         await self._backend.controls[engine_id].add(encode_control(control))
 
-    async def cancel(self, request_id: str, model: str) -> None:
-        owner = self._backend.cancel(_shard(self._backend, request_id, model), request_id)
+    async def cancel(self, request_id: str, model: str, given: int | None = None) -> None:
+        owner = self._backend.cancel(_shard(self._backend, request_id, model), request_id, given)
         if owner:
             await self.send(owner, model, Cancel(request_id=request_id))
+
+    async def note_given(self, request_id: str, model: str, given: int) -> None:
+        self._backend.note_given(_shard(self._backend, request_id, model), request_id, given)
 
     async def forget(self, request_ids: Sequence[str], model: str) -> None:
         for request_id in request_ids:
@@ -376,9 +380,15 @@ class MemoryEngineQueue:
     async def gateway_alive(self, gateway_id: str) -> bool:
         return self._backend.gateway_alive(gateway_id)
 
-    async def finish(self, request_id: str, attempt: int, outcome: Outcome) -> bool:
-        shard = self._backend.shard(self._model, self.shard)
-        return self._backend.finish(shard, request_id, self.engine_id, attempt, outcome)
+    async def finish(
+        self,
+        request_id: str,
+        attempt: int,
+        outcome: Outcome,
+        usage: AttemptUsage | None = None,
+    ) -> bool:
+        shard, used = self._backend.shard(self._model, self.shard), usage or AttemptUsage()
+        return self._backend.finish(shard, request_id, self.engine_id, attempt, outcome, used)
 
     async def give_back(self, request_ids: Sequence[str]) -> None:
         shard = self._backend.shard(self._model, self.shard)

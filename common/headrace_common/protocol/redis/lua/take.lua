@@ -3,9 +3,9 @@
 -- age. Never waits.
 -- hi before n before lo, but n and lo each get one of SHARE that a class before them got.
 -- KEYS  1 stats, 2 dead letters, 3 wake-ups, 4 queue hi, 5 queue n, 6 queue lo,
---       7 prefix of records, 8 of payloads, 9 of journals, 10 that of placed.lua, then those of
---       charging.lua. Which requests come is known only when they are read, so their keys are made
---       here from the prefixes: same hash tag, same slot.
+--       7 prefix of records, 8 of payloads, 9 of journals, 10 ledger, 11 that of placed.lua, then
+--       those of charging.lua. Which requests come is known only when they are read, so their keys
+--       are made here from the prefixes: same hash tag, same slot.
 -- ARGV  1 engine id, 2 most requests, 3 most prompt tokens (-1: any), 4 protocol version,
 --       5 ms to keep the record of one that ends here, then the adapters that the engine has loaded
 -- Result  {leases, endings, left}. lease {request id, attempt, gateway, recovered, suspect, payload,
@@ -45,6 +45,7 @@ local function fail(queue, priority, id, rid, v, why)
   local record = KEYS[7] .. rid
   redis.call('HSET', record, 'st', 'failed', 'why', why, 'lt', now)
   keep_record(record, KEYS[8] .. rid, KEYS[9] .. rid, ttl, redis.call('HGET', record, 'kp'))
+  enter_usage(KEYS[10], record, rid, tonumber(v[4]), now, how('failed', why), 0, true)
   endings[#endings + 1] = { rid, v[4], v[5], why }
 end
 
