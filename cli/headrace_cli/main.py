@@ -13,6 +13,7 @@ from rich.console import Console
 
 from headrace_common.text.checkpoint import DEMO_MODEL
 
+from .commands import adapters as adapters_commands
 from .commands import bench as bench_commands
 from .commands import debug as debug_commands
 from .commands import demo as demo_commands
@@ -46,6 +47,7 @@ app.add_typer(queue_commands.app)
 app.add_typer(usage_commands.app)
 app.add_typer(sealing_commands.app)
 app.add_typer(redis_commands.app)
+app.add_typer(adapters_commands.app)
 app.add_typer(debug_commands.app)
 
 _SERVES = "`headrace up --model MODEL` serves a model"

@@ -18,6 +18,7 @@ import signal
 import socket
 import sys
 from importlib.metadata import version
+from pathlib import Path
 
 from headrace_common.config.process import (
     EXIT_CONFIG,
@@ -28,6 +29,7 @@ from headrace_common.config.process import (
 from headrace_common.errors import HeadraceError
 from headrace_common.observability import telemetry
 from headrace_common.observability.clock_offset import show_clock_offset
+from headrace_common.protocol.redis.adapters import RedisAdapterSets
 from headrace_common.protocol.redis.client.connection import Connection, ConnectionConfig
 from headrace_common.protocol.redis.engine import RedisEngineQueue
 from headrace_common.protocol.redis.live import RedisSnapshotWriter
@@ -41,9 +43,10 @@ from headrace_common.wire import keys
 from .core.config import EngineConfig
 from .core.errors import EngineError, RequestError
 from .engine.engine import Engine
+from .lora.adapter import fetch_adapter
 from .model_runner.model_runner import ModelRunner
-from .models.placed_model import PeerRanks
 from .scheduler.policies import make_policy
+from .serving.adapter_loading import AdapterLoading
 from .serving.model_registration import ModelFiles, ModelRegistration, ModelSource
 from .serving.settings import EngineSettings
 from .serving.worker import Worker, WorkerConfig
@@ -66,17 +69,7 @@ def main(arguments: list[str] | None = None) -> int:
         model = _source(settings).read() if settings.register_model else None
         runner, engine, grammars = _load(settings, model)
         files = None if model is None else model.files
-        asyncio.run(
-            serve(
-                settings,
-                engine,
-                sealing,
-                grammars,
-                runner.peers,
-                files,
-                kv_bytes_per_token=runner.kv_bytes_per_token,
-            )
-        )
+        asyncio.run(serve(settings, engine, sealing, grammars, runner, files))
         if runner.peers is not None:  # after a failure, they end with this process
             runner.peers.close()
     except (HeadraceError, EngineError) as error:
@@ -126,10 +119,8 @@ async def serve(
     engine: Engine,
     sealing: KeyringFile,
     grammars: GrammarCompiler | None = None,
-    peers: PeerRanks | None = None,
+    runner: ModelRunner | None = None,
     files: CheckpointFiles | None = None,
-    *,
-    kv_bytes_per_token: float = 0.0,
 ) -> None:
     """Serves until SIGTERM or a drain message. Raises the error that ended the service."""
     engine_id = keys.new_incarnation(f"{socket.gethostname()}.{os.getpid()}")
@@ -165,16 +156,17 @@ async def serve(
         sealing.start()
         registration = _registration(settings, engine, connection, files)
         worker = Worker(
-            _worker_config(settings, engine, kv_bytes_per_token),
+            _worker_config(settings, engine, 0.0 if runner is None else runner.kv_bytes_per_token),
             queue,
             engine,
             measures,
             registration,
             grammars,
             RedisSnapshotWriter(connection, engine_id, settings.name),
+            _adapters(settings, runner, connection),
         )
-        if peers is not None:
-            peers.watch(worker.fail)
+        if runner is not None and runner.peers is not None:
+            runner.peers.watch(worker.fail)
         running_loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT):
             running_loop.add_signal_handler(number, worker.end)
@@ -210,6 +202,22 @@ def _registration(
         adapters=tuple(settings.lora_modules),
         holds=settings.hold_waiting,
         clock=connection.clock.now,
+    )
+
+
+def _adapters(
+    settings: EngineSettings, runner: ModelRunner | None, connection: Connection
+) -> AdapterLoading | None:
+    """What loads adapters while the engine serves; None if that is off."""
+    if settings.lora_dir is None or runner is None:
+        return None
+    sets = RedisAdapterSets(connection, int(settings.lease * 1000))
+    return AdapterLoading(
+        sets,
+        runner,
+        settings.name,
+        Path(settings.lora_dir),
+        fetch=fetch_adapter if settings.lora_hub else None,
     )
 
 

@@ -25,7 +25,9 @@ from headrace_common.config.process import (
 from headrace_common.errors import HeadraceError, SettingsError
 from headrace_common.observability import telemetry
 from headrace_common.observability.clock_offset import show_clock_offset
+from headrace_common.protocol.adapter_control import AdapterControl
 from headrace_common.protocol.redis.accounts import RedisAccounts
+from headrace_common.protocol.redis.adapters import RedisAdapterSets
 from headrace_common.protocol.redis.client.connection import (
     Connection,
     ConnectionConfig,
@@ -51,6 +53,7 @@ from .limits.allocator import give_back_memory
 from .limits.api_keys import KeyFile
 from .limits.work import prefer_event_loop
 from .models.discovery import Discovery
+from .models.loaded_adapters import LoadedAdapters
 from .models.loading import load_registered, load_static
 from .models.model_loads import counted
 from .models.models import Models, ServedModel
@@ -68,6 +71,9 @@ CLIENT_FAILED = "the queue's client has failed; the process must be restarted"
 DISCOVERY_FAILED = "the discovery of models has failed; the process must be restarted"
 # The part of its lease after which a gateway renews it: two renewals may be missed.
 BEATS = 0.3
+# Seconds beyond max_deadline for which an adapter that was removed is kept: other gateways may
+# accept a request for it a little later.
+KEPT_LONGER = 120.0
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -116,7 +122,15 @@ async def serve(
         history=history,
     )
     supervisor = _supervisor(settings)
-    discovery = _discovery(settings, static, connection, gateway_id, client, engines)
+    adapter_control = AdapterControl(
+        RedisAdapterSets(connection),
+        engines.engines,
+        connection.clock.now,
+        kept=settings.max_deadline + KEPT_LONGER,
+    )
+    discovery = _discovery(
+        settings, static, connection, gateway_id, client, engines, adapter_control
+    )
     served = Models(static, discovery, aliases=settings.model_aliases)
     api_keys = (
         None
@@ -169,6 +183,7 @@ async def serve(
             history=history,
             shared_requests=RedisSharedRequests(connection, gateway_id),
             live=RedisLiveStore(connection, queue.send),
+            adapter_control=adapter_control,
             clock=connection.clock,
         )
         app = create_app(settings, deps)
@@ -220,6 +235,7 @@ def _discovery(
     gateway_id: str,
     client: GenerationClient,
     engines: EngineDirectory,
+    adapter_control: AdapterControl,
 ) -> Discovery:
     loads = RedisModelLoads(connection, gateway_id)
 
@@ -232,6 +248,9 @@ def _discovery(
         load,
         ignored=static,
         after_refresh=lambda: withdraw_removed(client, engines.engines, discovery.ended),
+        loaded_adapters=LoadedAdapters(
+            RedisAdapterSets(connection), adapter_control, connection.clock.now
+        ),
     )
     return discovery
 

@@ -119,6 +119,14 @@ class GatewaySettings(BaseSettings):
         description="names of LoRA adapters of the setting model; default: those that its engines "
         "register",
     )
+    allow_runtime_lora_updating: bool = Field(
+        False,
+        description="serve /v1/load_lora_adapter and /v1/unload_lora_adapter; with API keys, only "
+        "to keys with admin",
+    )
+    lora_load_timeout: float = Field(
+        60.0, gt=0, description="seconds within which an engine must have loaded an adapter"
+    )
     extra_models: dict[ModelName, ModelSource] = Field(
         default_factory=dict, description='further models, {"name": "folder or hub id"}'
     )

@@ -63,6 +63,9 @@ def create(
     priority_ceiling: Annotated[
         int, typer.Option(help="Most urgent priority that it may ask for; lower is sooner.")
     ] = 0,
+    admin: Annotated[
+        bool, typer.Option("--admin", help="It may change what is served to all tenants.")
+    ] = False,
     expires: Annotated[
         str | None, typer.Option(help="As 90d, 12h or 2027-01-31T12:00:00Z; default: never.")
     ] = None,
@@ -90,6 +93,7 @@ def create(
         models=model or (),
         limits=limits,
         priority_ceiling=priority_ceiling,
+        admin=admin,
         expires=expires,
         now=now,
     )

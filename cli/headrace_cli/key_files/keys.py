@@ -145,6 +145,7 @@ def fields_of(
     models: Sequence[str],
     limits: KeyLimits,
     priority_ceiling: int,
+    admin: bool,
     expires: str | None,
     now: datetime,
 ) -> dict[str, Any]:
@@ -155,6 +156,7 @@ def fields_of(
         "models": tuple(models) or None,
         "limits": limits,
         "priority_ceiling": priority_ceiling,
+        "admin": admin,
         "expires": None if expires is None else expiry(expires, now),
     }
 
@@ -212,7 +214,7 @@ def _table(keys: Sequence[ApiKey], now: datetime) -> Table:
             expires += " (over)"
         table.add_row(
             key.id, f"{key.prefix}...", _tenant(key), models, _limits(key.limits),
-            f"{key.priority_ceiling}+", expires,
+            f"{key.priority_ceiling}+" + (" admin" if key.admin else ""), expires,
         )  # fmt: skip
     return table
 

@@ -73,7 +73,8 @@ class ApiKey(_Entry):
 
     `tenant_weight` is the tenant's share of a model relative to those of other tenants; all keys of
     a tenant have the same. `priority_ceiling` is the most urgent `priority` that it may request
-    (lower is sooner). If that is later than normal, it is also the key's default.
+    (lower is sooner). If that is later than normal, it is also the key's default. `admin` keys may
+    change what is served, for all tenants.
     """
 
     id: Name
@@ -83,6 +84,7 @@ class ApiKey(_Entry):
     tenant_weight: float = Field(1.0, ge=0.01, le=100)
     models: tuple[_ModelName, ...] | None = None
     limits: KeyLimits = KeyLimits()
+    admin: bool = False
     priority_ceiling: int = Field(0, ge=-(2**31), lt=2**31)
     created: AwareDatetime | None = None
     expires: AwareDatetime | None = None

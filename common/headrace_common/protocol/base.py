@@ -5,7 +5,7 @@ the guarantees; nothing here polls.
 """
 
 import math
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Protocol
@@ -361,6 +361,13 @@ class EngineQueue(Protocol):
     engine_id: str
 
     async def start(self) -> None: ...
+
+    def serve_adapters(self, adapters: Collection[str]) -> None:
+        """Says which adapters this engine has loaded while it serves (GenerateRequest.adapter).
+
+        From then on, of the requests with a `lora_version`, `take` and `reap` hand out those for
+        these adapters and leave the others to other engines.
+        """
 
     async def take(self, count: int, prompt_tokens: int | None = None) -> Sequence[Lease]:
         """Takes at most `count` waiting requests by priority, tenants' shares and age; never waits.

@@ -23,8 +23,8 @@ def prefix_key(request: GenerateRequest, tokens: int) -> bytes:
     """
     digest = blake2b(digest_size=16)
     digest.update(len(request.cache_salt).to_bytes(4, "little") + request.cache_salt)
-    if request.lora is not None:
-        digest.update(request.lora.encode())
+    if request.adapter is not None:
+        digest.update(request.adapter.encode())
     digest.update(pack_tokens(request.prompt_token_ids[:tokens]))
     return digest.digest()
 

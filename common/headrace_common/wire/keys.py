@@ -159,6 +159,7 @@ class ShardKeys:
             an  how often it was queued again after its end
             pe  engine it is placed with                pu  until when it waits for that engine
             ps  how many requests were taken before it meanwhile
+            lo  adapter that its engine must have loaded, with its version
             ul  bounds of the ledger that it is entered in       ki  API key    ad  adapter
             ue  number and sums of its entries there             og  output tokens that were given
             u<attempt>  what the attempt used
@@ -271,6 +272,11 @@ class ShardKeys:
         for it. Lives 15 s."""
         return f"ls:{self.tag}:{engine_id}"
 
+    def adapter_report(self, engine_id: str) -> str:
+        """String, an engine's msgpack AdapterReport, only in shard 0, if it takes work. Lives for
+        one lease."""
+        return f"ar:{self.tag}:{engine_id}"
+
     @property
     def decision(self) -> str:
         """String, the operator's latest msgpack ScalingDecision, only in shard 0. Lives 120 s."""
@@ -357,6 +363,17 @@ def granted_model(model: str) -> str:
     """Hash, what engines that may touch one model alone have registered of it: e msgpack
     RegisteredModel, f its files, compressed. Removed with its grant."""
     return f"me:{{m}}:{_name(model)}"
+
+
+# Hash <model>: the version of its set of adapters, so that one command tells what has changed.
+# Never expires.
+ADAPTER_SETS = "av:{m}"
+
+
+def adapter_set(model: str) -> str:
+    """Hash, the adapters that engines of a model load while they serve: v a random version, s
+    msgpack entries. Never expires."""
+    return f"as:{{m}}:{_name(model)}"
 
 
 def model_loads(digest: str) -> str:

@@ -4,6 +4,7 @@ msgpack with a version and a schema check; token ids travel as packed little-end
 never runs code, never trusts a length, ignores unknown fields and refuses unknown versions.
 """
 
+import re
 import sys
 from array import array
 from collections.abc import Callable, Mapping, Sequence
@@ -20,11 +21,15 @@ from ..sampling.thinking import ThinkingFormat
 from ..structured.structured import StructuredOutputsParams
 
 PROTOCOL_VERSION = 1
+# The version of requests with `lora_version`: engines that know only PROTOCOL_VERSION leave them to
+# others. The newest version of requests that this version reads.
+REQUEST_VERSION = 2
 MAX_MESSAGE_BYTES = 16 * 2**20
 MAX_PROMPT_TOKENS = 2**21
 MAX_ID_CHARS = 256
 MAX_TRACE_CHARS = 1024
 
+_VERSION = re.compile(r"[0-9a-f]{32}")
 _EMPTY: Mapping[str, str] = MappingProxyType({})
 
 
@@ -45,8 +50,10 @@ class GenerateRequest:
     gateway follows it, if that is longer than the engine's own limit. With `pooling` it ends with
     the prompt's embedding; an engine that does not know that field generates `max_tokens` tokens
     instead. `lora` names the adapter to run with; an engine that does not know that field runs the
-    model without one. `tenant_weight` is the tenant's share relative to those of other tenants.
-    `key` is the id of the client's API key; engines do not need it.
+    model without one. `lora_version` is set if that adapter was loaded while engines served: only
+    engines that have loaded this version of it may run the request. `tenant_weight` is the
+    tenant's share relative to those of other tenants. `key` is the id of the client's API key;
+    engines do not need it.
     """
 
     request_id: str
@@ -63,6 +70,7 @@ class GenerateRequest:
     window_ms: int = 0
     pooling: PoolingParams | None = None
     lora: str | None = None
+    lora_version: str | None = None
     tenant_weight: float = 1.0
     key: str = ""
 
@@ -70,6 +78,34 @@ class GenerateRequest:
     def served_model(self) -> str:
         """The name that the client asked for."""
         return self.lora or self.model
+
+    @property
+    def adapter(self) -> str | None:
+        """What tells the request's adapter from all others, and from other versions of itself."""
+        if self.lora is None or self.lora_version is None:
+            return self.lora
+        return adapter_key(self.lora, self.lora_version)
+
+
+def version_of(request: GenerateRequest) -> int:
+    """The protocol version that an engine must know to run a request."""
+    return PROTOCOL_VERSION if request.lora_version is None else REQUEST_VERSION
+
+
+def required_adapter(request: GenerateRequest) -> str:
+    """The adapter that a request's engine must have loaded while it served; "" if there is none."""
+    return "" if request.lora is None or request.lora_version is None else request.adapter or ""
+
+
+def adapter_key(name: str, version: str) -> str:
+    """The key of one version of an adapter: KV is cached under it."""
+    return f"{name}@{version}"
+
+
+def adapter_name(key: str) -> str:
+    """The name that clients use of an adapter with this key, or with this name."""
+    name, _, version = key.rpartition("@")
+    return name if name and _VERSION.fullmatch(version) else key
 
 
 @dataclass(frozen=True, slots=True)
@@ -253,7 +289,7 @@ def encode_request(request: GenerateRequest) -> bytes:
     """Packs a request. Raises MessageError if it exceeds the size limit."""
     sampling = request.sampling
     body = {
-        "v": PROTOCOL_VERSION,
+        "v": version_of(request),
         "id": request.request_id,
         "model": request.model,
         "prompt": pack_tokens(request.prompt_token_ids),
@@ -275,6 +311,8 @@ def encode_request(request: GenerateRequest) -> bytes:
         body["pooling"] = {"dimensions": request.pooling.dimensions}
     if request.lora is not None:
         body["lora"] = request.lora
+    if request.lora_version is not None:
+        body["lora_version"] = request.lora_version
     if request.tenant_weight != 1:
         body["weight"] = float(request.tenant_weight)
     if request.key:
@@ -286,7 +324,7 @@ def decode_request(data: bytes) -> GenerateRequest:
     """Unpacks and checks a request. Raises MessageError (UnknownVersion for a newer protocol)."""
     body = _unpack_map(data)
     version = body.get("v")
-    if version != PROTOCOL_VERSION:
+    if type(version) is not int or not PROTOCOL_VERSION <= version <= REQUEST_VERSION:
         raise UnknownVersion(f"protocol version {version!r:.40} is not {PROTOCOL_VERSION}")
     prompt = unpack_tokens(_get(body, "prompt", bytes))
     if not 0 < len(prompt) <= MAX_PROMPT_TOKENS:
@@ -308,9 +346,17 @@ def decode_request(data: bytes) -> GenerateRequest:
         window_ms=_get({"window": 0, **body}, "window", int),
         pooling=_pooling(_get(body, "pooling", dict)) if "pooling" in body else None,
         lora=_identifier(body, "lora") if "lora" in body else None,
+        lora_version=_version(body) if "lora_version" in body else None,
         tenant_weight=_weight(body),
         key=_identifier(body, "key") if "key" in body else "",
     )
+
+
+def _version(body: dict[str, Any]) -> str:
+    version = _identifier(body, "lora_version")
+    if _VERSION.fullmatch(version) is None or "lora" not in body:
+        raise MessageError("lora_version: must be 32 hexadecimal digits, with lora")
+    return version
 
 
 def _weight(body: dict[Any, Any]) -> float:

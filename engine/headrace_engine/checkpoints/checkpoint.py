@@ -5,7 +5,7 @@ architecture.
 """
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -122,10 +122,14 @@ def _find_folder(model: str, revision: str | None) -> Path:
         raise CheckpointNotFound(
             f"model {model!r} is not a folder: give the folder of a checkpoint, or a hub id"
         )
-    return _download(model, revision)
+    return download(model, revision, MODEL_FILES)
 
 
-def _download(model: str, revision: str | None) -> Path:
+def download(model: str, revision: str | None, files: Sequence[str]) -> Path:
+    """Fetches files of a hub id into the local cache, and returns their folder.
+
+    Raises CheckpointError.
+    """
     try:
         from huggingface_hub import snapshot_download
         from huggingface_hub.errors import (
@@ -138,7 +142,7 @@ def _download(model: str, revision: str | None) -> Path:
             f"model {model!r} is not a folder, and a hub id needs the package huggingface_hub"
         ) from error
     try:
-        return Path(snapshot_download(model, revision=revision, allow_patterns=list(MODEL_FILES)))
+        return Path(snapshot_download(model, revision=revision, allow_patterns=list(files)))
     except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
         raise CheckpointNotFound(
             f"model {model!r} is neither a folder nor can it be fetched from the hub: {error}"

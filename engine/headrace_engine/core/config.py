@@ -55,7 +55,8 @@ class EngineConfig:
     probabilities bitwise independent of other requests, and refuses models that cannot do so.
 
     LoRA: `lora_modules` are folders of adapters by name. At most `max_loras` run at once, of ranks
-    up to `max_lora_rank`; `max_cpu_loras` (None: `max_loras`) stay in host memory.
+    up to `max_lora_rank`; `max_cpu_loras` (None: `max_loras`) stay in host memory. With
+    `lora_experts` there is memory for adapters that change experts.
     """
 
     model: str
@@ -85,6 +86,7 @@ class EngineConfig:
     speculative_config: SpeculativeConfig | None = None
     enable_lora: bool = False
     lora_modules: Mapping[str, str] = field(default_factory=lambda: _NO_MODULES)
+    lora_experts: bool = False
     max_loras: int = 1
     max_lora_rank: int = 16
     max_cpu_loras: int | None = None

@@ -36,8 +36,13 @@ class _Capture:
     on_captured: Callable[[BatchSnapshot], None]
 
 
-# A command: a request to add, an abort, or a snapshot to take.
-_Command = EngineRequest | _Abort | _Capture
+@dataclass(frozen=True, slots=True)
+class _Call:
+    action: Callable[[], None]
+
+
+# A command: a request to add, an abort, a snapshot to take, or another action between two steps.
+_Command = EngineRequest | _Abort | _Capture | _Call
 
 
 class _Mode(Enum):
@@ -110,6 +115,13 @@ class EngineLoop:
         """
         self._post(_Capture(most, on_captured))
 
+    def between_steps(self, action: Callable[[], None]) -> None:
+        """Has `action` called in the engine's thread after the current step.
+
+        It is not called if the loop ends before. If it raises, the engine has failed.
+        """
+        self._post(_Call(action))
+
     def drain(self) -> None:
         """Refuses new requests, and ends the loop when the present ones are finished."""
         self._set_mode(_Mode.DRAIN)
@@ -181,6 +193,9 @@ class EngineLoop:
             return
         if isinstance(command, _Capture):
             command.on_captured(self._engine.snapshot(command.most))
+            return
+        if isinstance(command, _Call):
+            command.action()
             return
         try:
             self._engine.add_request(command)

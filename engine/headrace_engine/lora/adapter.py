@@ -6,12 +6,14 @@ has changed. Pickled adapters are refused: loading one can run code.
 
 import re
 from collections.abc import Mapping, Sequence
+from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
 
+from ..checkpoints.checkpoint import download
 from ..core.errors import CheckpointError
 from .adapter_config import CONFIG_FILE, read_adapter_config
 from .finder import ModuleFinder
@@ -21,6 +23,7 @@ from .shapes import LayerShapes, LinearName
 WEIGHTS_FILE = "adapter_model.safetensors"
 PICKLE = "adapter_model.bin"
 DTYPES = ("F32", "F16", "BF16")
+PIECE = 2**20
 # base_model.model.<path in the model>.lora_A.weight; an adapter's name may come before `weight`.
 _TENSOR = re.compile(r"base_model\.model\.(.+)\.lora_([AB])(?:\.default)?\.weight")
 
@@ -91,6 +94,33 @@ class AdapterFile:
         except (OSError, SafetensorError) as error:
             raise CheckpointError(f"{self.path}: {name} cannot be read: {error}") from error
         return tensor
+
+
+def fetch_adapter(source: str) -> Path:
+    """Fetches an adapter's files from the hub. `source` is an id, or `id@revision`.
+
+    Raises CheckpointError.
+    """
+    name, _, revision = source.partition("@")
+    return download(name, revision or None, (CONFIG_FILE, WEIGHTS_FILE))
+
+
+def digest_of(folder: Path) -> str:
+    """128 bits of a SHA-256 over an adapter's two files, in hexadecimal digits.
+
+    Raises CheckpointError.
+    """
+    total = sha256()
+    try:
+        for name in (CONFIG_FILE, WEIGHTS_FILE):
+            content = sha256()
+            with (folder / name).open("rb") as file:
+                while piece := file.read(PIECE):
+                    content.update(piece)
+            total.update(content.digest())
+    except OSError as error:
+        raise CheckpointError(f"{folder}: its files cannot be read: {error}") from error
+    return total.hexdigest()[:32]
 
 
 def _open(folder: Path) -> Any:

@@ -1,25 +1,36 @@
 """The adapters that an engine knows, by name, and which of them are in host memory.
 
-An adapter is checked when it is added and read when it is first needed.
+An adapter of the settings is checked when it is added and read when it is first needed. One that is
+loaded while the engine serves is read in another thread and then installed between two steps.
 """
 
 import logging
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 
 from ..core.errors import CheckpointError
-from .adapter import AdapterFile, AdapterWeights
+from .adapter import AdapterFile, AdapterWeights, digest_of
 from .shapes import LayerShapes
 
 logger = logging.getLogger(__name__)
 
 
+@dataclass(frozen=True, slots=True)
+class LoadedAdapter:
+    """An adapter that was read completely. `digest` is that of its files (`digest_of`)."""
+
+    file: AdapterFile
+    weights: AdapterWeights
+    digest: str
+
+
 class Adapters(Mapping[str, Path]):
     """Folders by name. Host memory holds `capacity` adapters, the most recently used ones.
 
-    Only `add` may be called outside the thread that runs the model.
+    Only `add` and `read` may be called outside the thread that runs the model.
     """
 
     def __init__(
@@ -55,6 +66,33 @@ class Adapters(Mapping[str, Path]):
                 f"adapter {name!r} is {known.folder}: give {folder} a name of its own"
             )
 
+    def read(self, folder: Path) -> LoadedAdapter:
+        """Reads and checks an adapter, which then can be installed.
+
+        Raises CheckpointError or ConfigError for one that cannot be served.
+        """
+        file = self._checked(AdapterFile(folder, self._shapes, self._max_rank))
+        digest = digest_of(folder)
+        weights = file.load(self._dtype)
+        if digest_of(folder) != digest:
+            raise CheckpointError(
+                f"{folder}: its files changed while they were read; load it again"
+            )
+        return LoadedAdapter(file, weights, digest)
+
+    def install(self, name: str, adapter: LoadedAdapter) -> None:
+        """Adds an adapter under a name that is not known yet."""
+        assert name not in self._known, "KV is cached under the name"
+        self._known[name] = adapter.file
+        self._keep(name, adapter.weights)
+        logger.info("adapter loaded", extra={"adapter": name})
+
+    def remove(self, name: str) -> None:
+        """Forgets an adapter that no request uses."""
+        if self._known.pop(name, None) is not None:
+            self._loaded.pop(name, None)
+            logger.info("adapter removed", extra={"adapter": name})
+
     @property
     def change_experts(self) -> bool:
         """Whether a known adapter changes experts."""
@@ -68,7 +106,7 @@ class Adapters(Mapping[str, Path]):
         if file.changes_experts and not self._takes_experts:
             raise CheckpointError(
                 f"{file.path} changes experts, for which room is taken only when the engine "
-                "starts: name it, or another one that does, in lora_modules"
+                "starts: set lora_experts, or name such an adapter in lora_modules"
             )
         return file
 
@@ -79,7 +117,11 @@ class Adapters(Mapping[str, Path]):
         if weights is None:
             weights = self._known[name].load(self._dtype)
             self.loads += 1
-            while len(self._loaded) >= self._capacity:
-                del self._loaded[next(iter(self._loaded))]
-        self._loaded[name] = weights
+        self._keep(name, weights)
         return weights
+
+    def _keep(self, name: str, weights: AdapterWeights) -> None:
+        """Keeps an adapter as the one that was used last."""
+        while len(self._loaded) >= self._capacity:
+            del self._loaded[next(iter(self._loaded))]
+        self._loaded[name] = weights

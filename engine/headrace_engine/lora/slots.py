@@ -69,6 +69,12 @@ class LoRASlots:
             self._slot_of[name] = self._free.pop() if self._free else self._evict(wanted)
         return {name: self._slot_of[name] for name in wanted}, missing
 
+    def release(self, name: str) -> None:
+        """Frees the slot of an adapter that no running sequence uses."""
+        slot = self._slot_of.pop(name, None)
+        if slot is not None:
+            self._free.append(slot)
+
     def put(self, slot: int, weights: AdapterWeights) -> None:
         for index, modules in enumerate(weights):
             self.put_layer(slot, index, modules)

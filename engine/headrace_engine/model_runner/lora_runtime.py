@@ -35,7 +35,8 @@ class LoRARuntime:
         self.adapters = Adapters(placed.lora_shapes, config.max_lora_rank, placed.dtype, kept)
         for name, folder in config.lora_modules.items():
             self.adapters.add(name, Path(folder))
-        experts, self._peers = self.adapters.change_experts, placed.peers
+        experts = config.lora_experts or self.adapters.change_experts
+        self._peers = placed.peers
         if not experts:
             self.adapters.refuse_experts()
         if self._peers is not None:
@@ -63,6 +64,11 @@ class LoRARuntime:
 
     def warm_up(self) -> None:
         self._device.warm_up()
+
+    def remove(self, name: str) -> None:
+        """Forgets an adapter that no request uses. Its name must not return with other weights."""
+        self.adapters.remove(name)
+        self._device.slots.release(name)
 
     def _batch(self, scheduler_output: SchedulerOutput) -> LoRABatch | None:
         wanted = dict.fromkeys(item.sequence.request.lora for item in scheduler_output.scheduled)

@@ -7,6 +7,7 @@ import logging
 import time
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 
 import torch
 
@@ -21,7 +22,7 @@ from ..cuda_graphs.cuda_graphs import DecodeRecorder, measure_graphs, record_gra
 from ..device.transfer import Transfer
 from ..distributed.loader import load_model
 from ..distributed.process import Launcher, RankProcess
-from ..lora.adapters import Adapters
+from ..lora.adapters import Adapters, LoadedAdapter
 from ..models.base import ForwardBatch
 from ..models.draft_heads.target import HeadTarget
 from ..sampling.logprobs import score_prompts
@@ -98,6 +99,25 @@ class ModelRunner:
     def adapters(self) -> Adapters | None:
         """The LoRA adapters that requests may use; None if LoRA is off."""
         return None if self._lora is None else self._lora.adapters
+
+    def read_adapter(self, folder: Path) -> LoadedAdapter:
+        """Reads and checks an adapter, in any thread. Raises CheckpointError, ConfigError."""
+        return self._with_adapters.adapters.read(folder)
+
+    def install_adapter(self, name: str, adapter: LoadedAdapter) -> None:
+        """Adds an adapter between two steps. Its name must not have had other weights."""
+        self._with_adapters.adapters.install(name, adapter)
+
+    def remove_adapter(self, name: str) -> None:
+        """Forgets, between two steps, an adapter that no request uses."""
+        self._with_adapters.remove(name)
+
+    @property
+    def _with_adapters(self) -> LoRARuntime:
+        """Raises ConfigError if LoRA is off."""
+        if self._lora is None:
+            raise ConfigError("adapters need enable_lora: switch it on")
+        return self._lora
 
     @property
     def async_scheduling(self) -> bool:

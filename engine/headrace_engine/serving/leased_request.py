@@ -189,7 +189,7 @@ class LeasedRequest:
             cache_salt=request.cache_salt,
             resume=tuple(tuple(one.token_ids) for one in self.choices) if self.has_output else (),
             pooling=request.pooling,
-            lora=request.lora,
+            lora=request.adapter,
         )
 
     def failure_of(self, output: SequenceOutput) -> tuple[FailureCode, str] | None:

@@ -23,6 +23,7 @@ from headrace_common.observability.instruments import (
 from headrace_common.observability.telemetry import Telemetry
 from headrace_common.observability.tracing import EngineTimes, record_engine_spans, record_step_span
 from headrace_common.protocol.base import Lease, Outcome
+from headrace_common.wire.messages import adapter_name
 
 from ..core.speculative_stats import SpeculationStats
 from ..core.stats import SchedulerStats
@@ -343,7 +344,7 @@ class _VllmNames(Collector):
                 "waiting_lora_adapters",
             ),
         )
-        lists = (",".join(stats.running), ",".join(stats.waiting))
+        lists = (_names(stats.running), _names(stats.waiting))
         family.add_metric((*self._labels, str(stats.slots), *lists), time.time())
         return family
 
@@ -356,3 +357,8 @@ class _VllmNames(Collector):
         family = CounterMetricFamily(name, text, labels=names.VLLM_LABELS)
         family.add_metric(self._labels, value)
         return family
+
+
+def _names(adapters: Iterable[str]) -> str:
+    """Names of adapters, each once, whatever their versions."""
+    return ",".join(dict.fromkeys(map(adapter_name, adapters)))

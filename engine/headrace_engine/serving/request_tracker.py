@@ -95,6 +95,10 @@ class RequestTracker:
     def has_suspect(self) -> bool:
         return any(leased.suspect for leased in self.requests)
 
+    def adapters(self) -> set[str]:
+        """The adapters of all requests."""
+        return {each.request.adapter for each in self.requests if each.request.adapter is not None}
+
     async def begin(self, leases: Sequence[Lease]) -> None:
         """Starts leased requests. If another engine had begun one, its gateway is asked first."""
         fresh = []

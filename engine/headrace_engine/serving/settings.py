@@ -145,6 +145,21 @@ class EngineSettings(BaseSettings):
         default_factory=dict,
         description="adapters as name=folder, or as JSON; clients use each name as a model",
     )
+    lora_dir: str | None = Field(
+        None,
+        description="folder from which adapters may be loaded while the engine serves; default: "
+        "none are",
+    )
+    lora_hub: bool = Field(
+        False,
+        description="also load adapters by hub ids, as owner/name or owner/name@revision; needs "
+        "lora_dir",
+    )
+    lora_experts: bool = Field(
+        False,
+        description="take memory for adapters that change the experts of a mixture, even if "
+        "none of lora_modules does",
+    )
     max_loras: int = Field(1, ge=1, description="the most adapters that run at once")
     max_lora_rank: int = Field(16, ge=1, description="the largest rank of an adapter")
     max_cpu_loras: int | None = Field(
@@ -236,6 +251,10 @@ class EngineSettings(BaseSettings):
                     f"lora_modules: {name[:80]!r} must have 1 to {MAX_ID_CHARS} characters, and "
                     "not be the model's own name"
                 )
+        if self.lora_dir is not None and not self.enable_lora:
+            raise ValueError("lora_dir is given, but enable_lora is off: switch it on")
+        if self.lora_hub and self.lora_dir is None:
+            raise ValueError("lora_hub needs lora_dir: name a folder")
         return self
 
     @property
@@ -291,6 +310,7 @@ class EngineSettings(BaseSettings):
             else SpeculativeConfig.of(self.speculative_config),
             enable_lora=self.enable_lora,
             lora_modules=self.lora_modules,
+            lora_experts=self.lora_experts,
             max_loras=self.max_loras,
             max_lora_rank=self.max_lora_rank,
             max_cpu_loras=self.max_cpu_loras,

@@ -30,6 +30,7 @@ from ..engine.engine import Engine
 from ..engine.engine_loop import EngineLoop
 from ..kv_cache.memory_budget import available_memory
 from ..structured_output.compiler import GrammarCompiler
+from .adapter_loading import AdapterLoading
 from .debug_pages import DebugPages
 from .grammar_compilation import GrammarCompilation
 from .memory_guard import MemoryGuard
@@ -103,10 +104,12 @@ class Worker:
         registration: ModelRegistration | None = None,
         grammars: GrammarCompiler | None = None,
         snapshots: SnapshotWriter | None = None,
+        adapters: AdapterLoading | None = None,
     ) -> None:
         self._config = config
         self._queue = queue
         self._registration = registration
+        self._adapters = adapters
         self._stats = engine.stats()
         self._loop = EngineLoop(
             engine,
@@ -217,6 +220,9 @@ class Worker:
         services = [self._reply_writer.run, self._controls, self._beats, self._keep_alive]
         if self._registration is not None:
             services.append(partial(self._registration.keep, self._draining.is_set))
+        if self._adapters is not None:
+            in_use = self._tracker.adapters
+            services.append(partial(self._adapters.keep, self._draining.is_set, in_use))
         tasks = [asyncio.create_task(service()) for service in services]
         try:
             await self._while_tasks_run(self._work(), *tasks)
@@ -231,11 +237,14 @@ class Worker:
         self._loop.stop()
 
     async def _begin(self) -> None:
-        """Registers the engine and its model, starts the loop and sends the first beat."""
+        """Registers the engine and its model, starts the loop, loads adapters and sends the first
+        beat."""
         await retry(self._queue.start, "start")
         if self._registration is not None:
             await self._registration.announce()
         self._loop.start()
+        if self._adapters is not None:
+            await self._adapters.start(self._queue, self._loop)
         await retry(lambda: self._queue.beat((), self._status(0)), "first beat")
         self._serving = True
         logger.info("engine ready", extra={"model": self._config.model})

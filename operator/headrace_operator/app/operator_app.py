@@ -9,15 +9,19 @@ from typing import Any
 import kopf
 
 from headrace_common.observability.telemetry import Telemetry
+from headrace_common.protocol.adapter_control import AdapterControl
+from headrace_common.protocol.redis.adapters import RedisAdapterSets
 from headrace_common.protocol.redis.client.connection import Connection, ConnectionConfig
 from headrace_common.protocol.redis.live import RedisDecisionWriter
 from headrace_common.protocol.redis.registry import RedisModelRegistry
+from headrace_common.wire import keys
 
 from ..cleaning.redis_users import RedisUsers
 from ..cleaning.registry_cleaner import RegistryCleaner
 from ..cluster.cluster import Cluster
 from ..cluster.drain import QueueEngineControl
 from ..reconciliation import engine_pods
+from ..reconciliation.adapter_sync import AdapterSync
 from ..reconciliation.reconciler import Reconciler
 from ..reconciliation.recorder import Recorder
 from ..reconciliation.registrations import Registrations
@@ -82,6 +86,10 @@ async def build(
         registry = RedisModelRegistry(connection)
         namespace = None if settings.watch_all_namespaces else settings.namespace
         registrations = Registrations(cluster, registry, namespace)
+        adapters = AdapterSync(
+            AdapterControl(RedisAdapterSets(connection), directory.engines, connection.clock.now),
+            lambda model: connection.measure_clock(keys.adapter_set(model)),
+        )
         reconciler = Reconciler(
             cluster,
             settings.platform,
@@ -91,8 +99,9 @@ async def build(
             prometheus_urls=urls,
             reserved=settings.reserved,
             decisions=RedisDecisionWriter(connection),
+            adapters=adapters,
         )
-        cleaner = RegistryCleaner(cluster, registry, directory, namespace)
+        cleaner = RegistryCleaner(cluster, registry, directory, namespace, adapters=adapters)
         controller = Controller(reconciler.reconcile, interval=settings.resync_interval)
         stack.push_async_callback(controller.close)
         background_tasks: list[BackgroundTask] = [cleaner]

@@ -16,6 +16,7 @@ from .. import names
 from ..cluster.cluster import Cluster
 from ..cluster.drain import EngineControl
 from ..errors import ClusterError
+from ..reconciliation.adapter_sync import AdapterSync
 from ..reconciliation.registrations import claimed_name, watched
 from .periodic_task import PeriodicTask
 
@@ -25,7 +26,10 @@ WAIT = 10.0  # seconds between the two checks; a dead engine's status has expire
 
 
 class RegistryCleaner(PeriodicTask):
-    """Removes entries. `namespace` is the watched one (None: all). `clock` is monotonic."""
+    """Removes entries, with the adapters of their ModelService.
+
+    `namespace` is the watched one (None: all). `clock` is monotonic.
+    """
 
     def __init__(
         self,
@@ -34,8 +38,11 @@ class RegistryCleaner(PeriodicTask):
         directory: EngineControl,
         namespace: str | None,
         clock: Callable[[], float] = time.monotonic,
+        *,
+        adapters: AdapterSync | None = None,
     ) -> None:
         super().__init__()
+        self._adapters = adapters
         self._cluster = cluster
         self._registry = registry
         self._directory = directory
@@ -63,6 +70,8 @@ class RegistryCleaner(PeriodicTask):
         self._unclaimed_since = since
         for entry, first in since.items():
             if now - first >= WAIT and not await self._is_served(entry.name):
+                if self._adapters is not None:
+                    await self._adapters.remove(entry.name, entry.owner)
                 await self._registry.remove(entry.name, entry.owner)
                 text = {"model": entry.name, "owner": entry.owner}
                 logger.info("model removed from the registry", extra=text)

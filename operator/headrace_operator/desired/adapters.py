@@ -1,9 +1,17 @@
-"""Where an engine finds its LoRA adapters: settings, volumes and mounts."""
+"""Where engines find LoRA adapters: settings, volumes and mounts.
 
+The adapters themselves are in the queue's set, from which engines load them while they serve. So
+only a new volume changes the pods. Engines with a queue of their own, which the operator cannot
+reach, get their adapters as settings.
+"""
+
+from collections.abc import Mapping
 from dataclasses import dataclass, field
+from hashlib import sha256
 from typing import Any
 
-from ..spec.lora_section import AdapterSpec, LoRASpec
+from ..spec.lora_section import AdapterSpec
+from ..spec.model_service import ModelServiceSpec
 from .source import claim_volume, image_volume
 
 Manifest = dict[str, Any]
@@ -20,41 +28,62 @@ class AdapterVolumes:
     mounts: tuple[Manifest, ...] = ()
 
 
-def adapters(lora: LoRASpec | None) -> AdapterVolumes:
-    """The volumes for the adapters of a spec's section."""
+def adapters(spec: ModelServiceSpec) -> AdapterVolumes:
+    """The settings and volumes for the adapters of a spec."""
+    lora = spec.lora
     if lora is None:
         return AdapterVolumes()
-    folders: dict[str, str] = {}
-    volumes: list[Manifest] = []
-    mounts: list[Manifest] = []
-    for index, adapter in enumerate(lora.adapters):
-        folder, volume = _place(adapter, f"adapter-{index}", f"{ADAPTERS_DIR}/{index}")
-        folders[adapter.name] = folder
-        if volume is not None:
-            volumes.append(volume)
-            mount = f"{ADAPTERS_DIR}/{index}"
-            mounts.append({"name": volume["name"], "mountPath": mount, "readOnly": True})
     settings: dict[str, object] = {
         "enable_lora": True,
-        "lora_modules": folders,
         "max_loras": lora.max_loras,
         "max_lora_rank": lora.max_lora_rank,
     }
+    if in_queue(spec):
+        settings["lora_dir"] = "/"
+    else:
+        settings["lora_modules"] = dict(folders(spec))
+    if lora.experts:
+        settings["lora_experts"] = True
     if lora.max_cpu_loras is not None:
         settings["max_cpu_loras"] = lora.max_cpu_loras
-    return AdapterVolumes(settings, tuple(volumes), tuple(mounts))
+    volumes = {name: volume for each in lora.adapters for name, volume in _volumes(each).items()}
+    mounts = (
+        {"name": name, "mountPath": f"{ADAPTERS_DIR}/{name}", "readOnly": True}
+        for name in sorted(volumes)
+    )
+    return AdapterVolumes(settings, tuple(volumes[name] for name in sorted(volumes)), tuple(mounts))
 
 
-def _place(adapter: AdapterSpec, name: str, mount: str) -> tuple[str, Manifest | None]:
-    """An adapter's folder in the pod, and the volume that is mounted for it."""
+def in_queue(spec: ModelServiceSpec) -> bool:
+    """Whether engines get their adapters through the queue."""
+    return spec.queue.url_secret is None
+
+
+def folders(spec: ModelServiceSpec) -> Mapping[str, str]:
+    """The folders of adapters in the pods, by name."""
+    return {} if spec.lora is None else {each.name: _folder(each) for each in spec.lora.adapters}
+
+
+def _folder(adapter: AdapterSpec) -> str:
+    source = adapter.persistent_volume_claim or adapter.image
+    if source is None:
+        assert adapter.path is not None, "an adapter has exactly one source"
+        return adapter.path
+    (name,) = _volumes(adapter)
+    return f"{ADAPTERS_DIR}/{name}/{source.path}" if source.path else f"{ADAPTERS_DIR}/{name}"
+
+
+def _volumes(adapter: AdapterSpec) -> dict[str, Manifest]:
+    """An adapter's volume by its name, which depends on what it is, so that adapters share it."""
     claim, image = adapter.persistent_volume_claim, adapter.image
     if claim is not None:
-        return _inside(mount, claim.path), {"name": name, **claim_volume(claim)}
+        name = _name(f"claim:{claim.claim_name}")
+        return {name: {"name": name, **claim_volume(claim)}}
     if image is not None:
-        return _inside(mount, image.path), {"name": name, **image_volume(image)}
-    assert adapter.path is not None, "an adapter has exactly one source"
-    return adapter.path, None
+        name = _name(f"image:{image.reference}:{image.pull_policy}")
+        return {name: {"name": name, **image_volume(image)}}
+    return {}
 
 
-def _inside(mount: str, path: str) -> str:
-    return f"{mount}/{path}" if path else mount
+def _name(source: str) -> str:
+    return f"adapters-{sha256(source.encode()).hexdigest()[:10]}"

@@ -51,7 +51,7 @@ def _settings(service: ModelService, source: Source, track: str) -> Mapping[str,
         chosen["queue_shards"] = spec.queue.shards
     if spec.deletion.waiting_requests == "Hold":
         chosen["hold_waiting"] = True
-    chosen |= adapters(spec.lora).settings
+    chosen |= adapters(spec).settings
     chosen |= {
         "model": source.model,
         "served_model_name": service.served_name,

@@ -75,7 +75,7 @@ def _container(
         "terminationMessagePolicy": "FallbackToLogsOnError",
         "resources": _resources(engine),
         "securityContext": CONTAINER_SECURITY,
-        "volumeMounts": [*_mounts(service, platform, found), *adapters(service.spec.lora).mounts],
+        "volumeMounts": [*_mounts(service, platform, found), *adapters(service.spec).mounts],
         **_probes(engine),
     }
     if engine.extra_args:
@@ -137,7 +137,7 @@ def _volumes(service: ModelService, platform: Platform, found: Source) -> list[M
         {"name": "shm", "emptyDir": {"medium": "Memory", "sizeLimit": engine.shared_memory}},
         _cache(service.name, engine),
         *found.volumes,
-        *adapters(service.spec.lora).volumes,
+        *adapters(service.spec).volumes,
     ]
     if own_user(service, platform):
         user = {"secretName": names.redis_secret(service.name)}

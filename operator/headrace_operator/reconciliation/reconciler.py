@@ -7,6 +7,7 @@ interrupted. It never changes the spec.
 import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from headrace_common.errors import HeadraceError
@@ -23,6 +24,7 @@ from ..spec.model_service import ModelService
 from ..spec.prometheus_urls import PrometheusUrls
 from ..spec.reserved import Reserved, check_cache, possible_caches
 from . import engine_pods, pod_problems
+from .adapter_sync import AdapterSync
 from .recorder import Recorder
 from .registrations import Registrations, RegistrationStatus
 from .scaler import Scaled, Scaler
@@ -49,7 +51,7 @@ DRAIN_INTERVAL = 1.0  # seconds, so that a drained engine is removed soon
 class Reconciler:
     """Reconciles all ModelServices; make one call at a time for each. `clock`: Unix seconds.
 
-    `decisions` shows the numbers of engines to consoles.
+    `decisions` shows the numbers of engines to consoles. `adapters` writes adapters to the queue.
     """
 
     def __init__(
@@ -64,10 +66,12 @@ class Reconciler:
         prometheus_urls: PrometheusUrls,
         reserved: Reserved,
         decisions: DecisionWriter | None = None,
+        adapters: AdapterSync | None = None,
     ) -> None:
         self._prometheus_urls = prometheus_urls
         self._reserved = reserved
         self._decisions = decisions
+        self._adapters = adapters
         self._cluster = cluster
         self._platform = platform
         self._scaler = scaler
@@ -160,6 +164,8 @@ class Reconciler:
             self._drains.add(service.key)
         refused = await self._apply(service, scaled)
         seen = _seen(current, scaled, stable, pods, refused or _problem(service, registration))
+        if self._adapters is not None and registration.rival is None:
+            seen = replace(seen, adapters=await self._adapters.sync(service))
         await self._announce(body, service, deployed, scaled)
         await self._show(service, seen)
         await self._tell(body, status_of(service, seen, previous, now))

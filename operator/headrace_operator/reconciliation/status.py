@@ -5,7 +5,7 @@ a lasting state is reported once.
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from typing import Any
 
@@ -18,6 +18,7 @@ from ..scaling.decision import Decision
 from ..scaling.reason import Reason, ScalingLimit
 from ..signals.signals import Signals
 from ..spec.model_service import ModelService
+from .adapter_sync import AdapterStatus
 
 Manifest = dict[str, Any]
 
@@ -51,7 +52,7 @@ class Observations:
 
     `problem` is (reason, message) of a problem that will not end by itself. `signals_problem` is
     why there are no signals. `cold_start` is the seconds that an engine needs from its start until
-    it serves.
+    it serves. `adapters` None: unknown.
     """
 
     replicas: int
@@ -65,6 +66,7 @@ class Observations:
     draining: tuple[Draining, ...] = ()
     problem: tuple[str, str] | None = None
     signals_problem: str | None = None
+    adapters: tuple[AdapterStatus, ...] | None = ()
 
     @property
     def backlog(self) -> int | None:
@@ -104,12 +106,18 @@ def status_of(
         "backlog": seen.backlog,
         **_measured(seen),
         "lastDecision": _last_decision(seen, previous.get("lastDecision"), now),
+        "adapters": previous.get("adapters") if seen.adapters is None else _adapters(seen.adapters),
         "draining": [
             {"pod": victim.pod, "engine": victim.engine_id, "since": timestamp(victim.since)}
             for victim in seen.draining
         ],
         "conditions": merged(found, previous.get("conditions", ()), service.generation, now),
     }
+
+
+def _adapters(adapters: Sequence[AdapterStatus]) -> list[Manifest] | None:
+    """The adapters in the API's form; None, which leaves the field out, if there are none."""
+    return [asdict(each) for each in adapters] or None
 
 
 def _measured(seen: Observations) -> Manifest:

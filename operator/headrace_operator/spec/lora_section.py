@@ -40,12 +40,15 @@ class LoRASpec(SpecSection):
             ONE_SOURCE,
         ),
     )
-    adapters: tuple[AdapterSpec, ...] = Field(min_length=1, max_length=128, strict=False)
-    """Adapters that every engine has; clients see each one as a separate model."""
+    adapters: tuple[AdapterSpec, ...] = Field(max_length=128, strict=False)
+    """Adapters that every engine has; clients see each one as a separate model. Changed without a
+    rollout, unless an adapter needs another volume."""
     max_loras: int = Field(1, ge=1, le=128)
     """Different adapters that one engine runs at once; each takes device memory."""
     max_lora_rank: int = Field(16, ge=1, le=1024)
     """Largest rank of an adapter."""
+    experts: bool = False
+    """Engines take memory for adapters that change the experts of a mixture."""
     max_cpu_loras: int | None = Field(None, ge=1)
     """Adapters that an engine keeps in host memory; maxLoras where absent."""
 

@@ -224,6 +224,23 @@ def status_schema() -> Schema:
                     "message": _text("Why, with the figures."),
                 },
             ),
+            "adapters": {
+                "type": "array",
+                "description": "Adapters of spec.lora, and which engines have them.",
+                "items": _object(
+                    "One of them.",
+                    {
+                        "name": _text("Its name."),
+                        "served": {
+                            "type": "boolean",
+                            "description": "Whether clients can use it, perhaps in the version of "
+                            "an earlier spec.",
+                        },
+                        "engines": _number("Engines that have it as the spec says."),
+                        "message": _text("Why others have not; empty where none refuses it."),
+                    },
+                ),
+            },
             "draining": {
                 "type": "array",
                 "description": "Engines that take nothing new, and go when they have finished.",

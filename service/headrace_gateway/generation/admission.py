@@ -75,6 +75,7 @@ class Job:
             request_id=request_id,
             model=self.model.queue,
             lora=self.model.lora,
+            lora_version=self.model.lora_version,
             prompt_token_ids=tuple(prompt),
             sampling=sampling,
             created_ms=created_ms,

@@ -175,7 +175,7 @@ class ResumableRequests:
         stored = await self.stored.find(request_id, access)
         if stored.operation == EMBEDDINGS:
             raise invalid(f"Embeddings have no events; see GET /v1/requests/{request_id}.")
-        model = await self._models.find(stored.model)
+        model = await self._models.find_former(stored.model, stored.queue)
         check_position(had, _choices(stored))
         info = RequestInfo(
             request_id=request_id,
@@ -206,7 +206,9 @@ class ResumableRequests:
 
     async def _snapshot(self, stored: StoredRequest) -> RequestSnapshot:
         if stored.operation != EMBEDDINGS:
-            return await self.stored.snapshot(stored, await self._models.find(stored.model))
+            return await self.stored.snapshot(
+                stored, await self._models.find_former(stored.model, stored.queue)
+            )
         snapshot, vectors = await self.embeddings.snapshot(stored)
         if not vectors:
             return snapshot

@@ -13,6 +13,7 @@ from fastapi.telemetry import TelemetryConfig
 from headrace_common.config.api_keys import DEFAULT_TENANT
 from headrace_common.observability.telemetry import Telemetry, disabled
 from headrace_common.protocol.accounts import Accounts, StoreMemory
+from headrace_common.protocol.adapter_control import AdapterControl
 from headrace_common.protocol.limits import KeyUsage
 from headrace_common.protocol.live import LiveStore
 from headrace_common.protocol.redis.clock import RedisClock
@@ -65,6 +66,7 @@ from .cross_origin import add_cross_origin
 from .error_handlers import add_error_handlers
 from .open_requests import OpenRequestLimit
 from .routes import (
+    adapters,
     batches,
     chat,
     completions,
@@ -98,6 +100,7 @@ ROUTES = (
     requests,
     models,
     tokens,
+    adapters,
     health,
 )
 # The framework's telemetry is not used: the gateway measures and traces requests itself, without
@@ -139,7 +142,8 @@ class AppDependencies:
     The caller starts and closes the client and the keys, on the event loop that serves. With `keys`
     every request needs one; `usage` counts what keys with limits use. Without `durable` a request
     lives no longer than its connection; without `storage` there are no files and no batches,
-    without `live` consoles see engines' heartbeats only. Requests' times are of `clock`.
+    without `live` consoles see engines' heartbeats only, and without `adapter_control` adapters do
+    not change. Requests' times are of `clock`.
     """
 
     served: Models
@@ -156,6 +160,7 @@ class AppDependencies:
     supervisor: EngineSupervisor | None = None
     history: RequestHistory | None = None
     shared_requests: SharedRequests | None = None
+    adapter_control: AdapterControl | None = None
     clock: RedisClock = field(default_factory=RedisClock)
 
 
@@ -225,6 +230,8 @@ def create_app(settings: GatewaySettings, deps: AppDependencies) -> FastAPI:
             CountTokensRequest,
             TokenizeRequest,
             DetokenizeRequest,
+            adapters.LoadAdapterRequest,
+            adapters.UnloadAdapterRequest,
         ),
     )
     document_errors(app)
@@ -327,6 +334,7 @@ def _services(
         ),
         supervisor=deps.supervisor,
         keys_on=deps.keys is not None,
+        adapter_control=deps.adapter_control,
     )
 
 

@@ -7,6 +7,8 @@ from functools import partial
 
 from fastapi import Request
 
+from headrace_common.protocol.adapter_control import AdapterControl
+
 from ..batches.batch_service import BatchService
 from ..console.engine_supervisor import EngineSupervisor
 from ..console.live_feed import LiveFeed
@@ -48,6 +50,7 @@ class Services:
     supervisor: EngineSupervisor | None = None
     keys_on: bool = False
     batch_service: BatchService | None = None
+    adapter_control: AdapterControl | None = None
 
     def of(self, caller: Caller | None, batch: str | None) -> "Services":
         """Returns the services as this caller, or this batch, may use them."""

@@ -15,6 +15,7 @@ from headrace_common.errors import BackendUnavailable, BackendUnfit, HeadraceErr
 from headrace_common.protocol.registry import Files, ModelRegistry, RegisteredModel
 
 from ..errors import unavailable
+from .loaded_adapters import LoadedAdapters
 from .models import ServedModel
 
 logger = logging.getLogger(__name__)
@@ -42,6 +43,7 @@ class Discovery:
 
     `removed` are models that were served here and are no longer registered, until `forget` is
     called. `after_refresh` is awaited after each periodic reading of the registry.
+    `loaded_adapters` are read with it.
 
     Use from one event loop. Times in seconds of `clock`.
     """
@@ -53,6 +55,7 @@ class Discovery:
         *,
         ignored: Collection[str] = (),
         after_refresh: Callable[[], Awaitable[None]] | None = None,
+        loaded_adapters: LoadedAdapters | None = None,
         clock: Callable[[], float] = time.monotonic,
         sleep: Callable[[float], Awaitable[object]] = asyncio.sleep,
     ) -> None:
@@ -78,8 +81,12 @@ class Discovery:
         self._trouble: HeadraceError | None = None
         self._task: asyncio.Task[None] | None = None
         self.served: Mapping[str, ServedModel] = {}
-        # Adapters of all registered models. Ignored models are served too, so theirs are included.
+        self._loaded_adapters = loaded_adapters
+        self._registered_adapters: Mapping[str, str] = {}
+        # Adapters of all registered models, and those that engines have loaded while they served.
+        # Ignored models are served too, so theirs are included.
         self.adapters: Mapping[str, str] = {}
+        self.adapter_versions: Mapping[str, str] = {}
 
     @property
     def failed(self) -> BaseException | None:
@@ -164,6 +171,8 @@ class Discovery:
         self._read_at = self._clock()
         try:
             entries = await self._registry.models()
+            if self._loaded_adapters is not None:
+                await self._loaded_adapters.refresh()
         except (BackendUnavailable, BackendUnfit) as error:
             self._note(error)
         else:
@@ -193,8 +202,12 @@ class Discovery:
 
     def _note_adapters(self, entries: Mapping[str, RegisteredModel]) -> None:
         found = {name: entry.name for entry in entries.values() for name in entry.adapters}
-        lost = self._clock() < self._lost_until
-        self.adapters = {**self.adapters, **found} if lost else found
+        if self._clock() < self._lost_until:
+            found = {**self._registered_adapters, **found}
+        self._registered_adapters = found
+        loaded = {} if self._loaded_adapters is None else self._loaded_adapters.by_name
+        self.adapters = {**{name: each.model for name, each in loaded.items()}, **found}
+        self.adapter_versions = {n: each.version for n, each in loaded.items() if n not in found}
 
     def _follow(self, entries: Mapping[str, RegisteredModel]) -> None:
         for name in self._loads.keys() - entries.keys():

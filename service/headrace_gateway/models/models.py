@@ -22,9 +22,9 @@ class ServedModel:
     `max_model_len` is an upper limit of the engines' lengths; `usual_model_len` is used while no
     engine reports one. `embedding_size` is the length of its vectors, as far as its files tell;
     `scores_pairs` says that it is a cross-encoder. `parent` is the base model of a LoRA adapter,
-    else None. `system_fingerprint` tells clients when the model has changed. `alias_of` is the
-    model's own name if it is listed under an alias. `registered`: its files came from an engine,
-    which may be a stranger's.
+    else None; `lora_version` is set if that was loaded while engines served. `system_fingerprint`
+    tells clients when the model has changed. `alias_of` is the model's own name if it is listed
+    under an alias. `registered`: its files came from an engine, which may be a stranger's.
     """
 
     name: str
@@ -36,6 +36,7 @@ class ServedModel:
     embedding_size: int | None = None
     scores_pairs: bool = False
     parent: str | None = None
+    lora_version: str | None = None
     system_fingerprint: str | None = None
     alias_of: str | None = None
     registered: bool = False
@@ -63,9 +64,9 @@ class ServedModel:
         """Returns the same model as it is listed under this alias."""
         return self if name == self.name else replace(self, name=name, alias_of=self.name)
 
-    def adapted(self, name: str) -> "ServedModel":
+    def adapted(self, name: str, version: str | None = None) -> "ServedModel":
         """Returns the same model with the adapter of this name."""
-        return replace(self, name=name, parent=self.name)
+        return replace(self, name=name, parent=self.name, lora_version=version)
 
 
 _NONE: Mapping[str, str] = MappingProxyType({})
@@ -87,6 +88,10 @@ class Discovered(Protocol):
     @property
     def adapters(self) -> Mapping[str, str]:
         """LoRA adapters, each with its model, which may be in `served` or in the settings."""
+
+    @property
+    def adapter_versions(self) -> Mapping[str, str]:
+        """The versions of those adapters that were loaded while engines served."""
 
     async def ensure_loaded(self, name: str | None) -> None:
         """Reads the registry, and waits until this model (None: all) is loaded."""
@@ -124,6 +129,16 @@ class Models:
         await self._look_for(None if name is None else self._own(name))
         return self.get(name)
 
+    async def find_former(self, name: str, queue: str) -> ServedModel:
+        """Returns the model as `find` does, or an adapter of `queue` that was unloaded."""
+        base = self._base(queue)
+        try:
+            return await self.find(name)
+        except ApiError:
+            if base is None or name == queue or not self.allows(name):
+                raise
+            return base.adapted(name)
+
     def get(self, name: str | None) -> ServedModel:
         """Returns the model of that name; for None the only one, without adapters. Raises
         ApiError."""
@@ -159,6 +174,11 @@ class Models:
         """Forgets a removed model with an empty queue."""
         if self._discovered is not None:
             self._discovered.forget(model)
+
+    async def refresh(self) -> None:
+        """Reads the registry again. Raises BackendUnavailable."""
+        if self._discovered is not None:
+            await self._discovered.ensure_loaded(None)
 
     async def listed(self) -> list[ServedModel]:
         """Returns all models, followed by those with an alias under each alias.
@@ -198,7 +218,11 @@ class Models:
         if found is not None or parent is None:
             return found
         base = self._base(parent)
-        return None if base is None else base.adapted(name)
+        return None if base is None else self._adapted(base, name)
+
+    def _adapted(self, base: ServedModel, name: str) -> ServedModel:
+        assert self._discovered is not None, "an adapter was found"
+        return base.adapted(name, self._discovered.adapter_versions.get(name))
 
     def _base(self, name: str) -> ServedModel | None:
         known = self._static.get(name)
@@ -212,7 +236,7 @@ class Models:
         if self._discovered is not None:
             bases = {**self._static, **self._discovered.served, **self._static}
             adapters = {
-                name: bases[parent].adapted(name)
+                name: self._adapted(bases[parent], name)
                 for name, parent in self._discovered.adapters.items()
                 if parent in bases
             }

@@ -6,9 +6,11 @@ from dataclasses import replace
 from typing import Protocol
 
 from headrace_common.protocol.accounts import Accounts
+from headrace_common.protocol.adapters import AdapterSets
 from headrace_common.protocol.base import EngineQueue, EngineStatus, GatewayQueue, ShardQueue
 from headrace_common.protocol.ledger import UsageEntry, read_entry
 from headrace_common.protocol.redis.accounts import RedisAccounts
+from headrace_common.protocol.redis.adapters import RedisAdapterSets
 from headrace_common.protocol.redis.client.client import RedisClient
 from headrace_common.protocol.redis.client.connection import Connection, ConnectionConfig
 from headrace_common.protocol.redis.clock import RedisClock
@@ -27,6 +29,7 @@ from headrace_common.wire import keys
 from headrace_common.wire.messages import GenerateRequest
 
 from .memory_queue.accounts import MemoryAccounts
+from .memory_queue.adapters import MemoryAdapterSets
 from .memory_queue.backend import MemoryBackend
 from .memory_queue.queues import MemoryEngineQueue, MemoryGatewayQueue
 from .memory_queue.registry import MemoryModelRegistry
@@ -46,6 +49,8 @@ class Backend(Protocol):
     def engine(self, name: str = "e", *, lease_ms: int = 60_000) -> EngineQueue: ...
 
     def registry(self) -> ModelRegistry: ...
+
+    def adapter_sets(self) -> AdapterSets: ...
 
     def request_store(self) -> RequestStore: ...
 
@@ -81,6 +86,9 @@ class InMemory:
 
     def registry(self) -> ModelRegistry:
         return MemoryModelRegistry(self.store)
+
+    def adapter_sets(self) -> AdapterSets:
+        return MemoryAdapterSets(self.store)
 
     def request_store(self) -> RequestStore:
         return MemoryRequestStore(self.store)
@@ -151,6 +159,9 @@ class OverRedis:
 
     def registry(self) -> ModelRegistry:
         return RedisModelRegistry(self.connect())
+
+    def adapter_sets(self) -> AdapterSets:
+        return RedisAdapterSets(self.connect())
 
     def request_store(self) -> RequestStore:
         return RedisRequestStore(self.connect("gateway"))

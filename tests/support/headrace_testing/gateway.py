@@ -12,6 +12,7 @@ import httpx
 from fastapi import FastAPI
 
 from headrace_common.errors import FailureCode, HeadraceError, RequestFailed
+from headrace_common.protocol.adapter_control import AdapterControl
 from headrace_common.protocol.base import EngineStatus, QueueDepth, QueuePosition
 from headrace_common.protocol.limits import KeyUsage
 from headrace_common.protocol.live import LiveStore
@@ -23,7 +24,7 @@ from headrace_gateway.http.app import AppDependencies, create_app
 from headrace_gateway.http.server import GatewayServer, listen, server_config
 from headrace_gateway.limits.api_keys import KeyFile
 from headrace_gateway.models.loading import load_static
-from headrace_gateway.models.models import Models
+from headrace_gateway.models.models import Discovered, Models
 from headrace_gateway.queue_client.client import Delta
 from headrace_gateway.settings import GatewaySettings
 
@@ -252,12 +253,14 @@ async def serve(
     clock: RedisClock | None = None,
     live: LiveStore | None = None,
     supervisor: EngineSupervisor | None = None,
+    discovered: Discovered | None = None,
+    adapter_control: AdapterControl | None = None,
     **settings: Any,
 ) -> AsyncIterator[Gateway]:
     """The application of a checkpoint folder on a free port of loopback."""
     settings = {"drain_timeout": 0.0, **settings}
     chosen = GatewaySettings(model=str(folder), served_model_name=MODEL, port=0, **settings)
-    served = Models(load_static(chosen))
+    served = Models(load_static(chosen), discovered)
     engine = engine or ScriptedEngine(served.get(MODEL).tokenizer)
     deps = AppDependencies(
         served=served,
@@ -268,6 +271,7 @@ async def serve(
         clock=clock or RedisClock(),
         live=live,
         supervisor=supervisor,
+        adapter_control=adapter_control,
     )
     app = create_app(chosen, deps)
     async with running(app, chosen) as (server, port):

@@ -11,6 +11,7 @@ from kubernetes.aio.client import Configuration
 
 from headrace_common.errors import BackendUnavailable
 from headrace_common.observability import telemetry
+from headrace_common.protocol.adapter_control import AdapterControl
 from headrace_common.protocol.base import EngineStatus
 from headrace_common.protocol.live import ScalingDecision
 from headrace_common.protocol.registry import RegisteredModel, digest_of
@@ -19,6 +20,7 @@ from headrace_operator.app.handlers import configure, register
 from headrace_operator.cleaning.registry_cleaner import RegistryCleaner
 from headrace_operator.cluster.cluster import Cluster
 from headrace_operator.errors import SignalsUnavailable
+from headrace_operator.reconciliation.adapter_sync import AdapterSync
 from headrace_operator.reconciliation.reconciler import Reconciler
 from headrace_operator.reconciliation.recorder import Recorder
 from headrace_operator.reconciliation.registrations import Registrations
@@ -31,6 +33,7 @@ from headrace_operator.spec.prometheus_urls import PrometheusUrls
 from headrace_operator.spec.reserved import Reserved
 
 from .kubernetes import NAMESPACE, User
+from .memory_queue.adapters import MemoryAdapterSets
 from .memory_queue.backend import MemoryBackend
 from .memory_queue.registry import MemoryModelRegistry
 from .model_services import PLATFORM
@@ -164,6 +167,10 @@ async def _operate(
         prometheus_urls=scene.prometheus_urls,
         reserved=scene.reserved,
         decisions=scene,
+        adapters=AdapterSync(
+            AdapterControl(MemoryAdapterSets(scene.backend), directory.engines, scene.clock),
+            lambda _model: asyncio.sleep(0),
+        ),
     )
     cleaner = RegistryCleaner(cluster, scene.registry, directory, NAMESPACE, scene.clock)
     controller = _Watched(keys, reconciler.reconcile, interval=0.05, gap=0.01)

@@ -3,6 +3,7 @@
 import asyncio
 import logging
 from collections.abc import AsyncIterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -10,6 +11,7 @@ from redis.exceptions import ResponseError
 
 from headrace_common.errors import BackendUnavailable, BackendUnfit, FailureCode, SettingsError
 from headrace_common.protocol.base import AdmitState, Outcome, Progress, QueueLimits, Verdict
+from headrace_common.protocol.redis import engine as redis_engine
 from headrace_common.protocol.redis.client.connection import (
     Connection,
     ConnectionConfig,
@@ -19,7 +21,14 @@ from headrace_common.protocol.redis.client.connection import (
 from headrace_common.protocol.redis.engine import MOST_BEATS, RedisEngineQueue
 from headrace_common.protocol.redis.gateway import RedisGatewayQueue
 from headrace_common.wire.keys import gateway_beat
-from headrace_common.wire.messages import ChoiceState, Failed, Tokens
+from headrace_common.wire.messages import (
+    PROTOCOL_VERSION,
+    REQUEST_VERSION,
+    ChoiceState,
+    Failed,
+    Tokens,
+    adapter_key,
+)
 from headrace_testing.backends import MODEL, OverRedis, make_request, make_status
 from headrace_testing.valkey import ValkeyServer
 from headrace_testing.waiting import eventually, first
@@ -106,13 +115,28 @@ async def test_a_newer_protocols_request_is_left_for_others(over_redis: OverRedi
     request = make_request()
     await gateway.admit(request, LIMITS)
     record = over_redis.keys.record(request.request_id)
-    await over_redis.client.command("HSET", record, "v", 2)
+    await over_redis.client.command("HSET", record, "v", REQUEST_VERSION + 1)
     assert await engine.take(4) == []
     assert await engine.reap(4) == []
     await over_redis.client.command(
         "HSET", record, "v", 1
-    )  # represents an engine that reads version 2
+    )  # represents an engine that reads the next version
     assert [lease.request for lease in await over_redis.engine("e2").reap(4)] == [request]
+
+
+async def test_an_engine_of_an_older_version_leaves_requests_for_loaded_adapters_to_others(
+    over_redis: OverRedis, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gateway, older, newer = over_redis.gateway(), over_redis.engine("old"), over_redis.engine("new")
+    request = replace(make_request(), lora="sql", lora_version="1" * 32)
+    newer.serve_adapters([adapter_key("sql", "1" * 32)])
+    await gateway.admit(request, LIMITS)
+    with monkeypatch.context() as version:
+        version.setattr(redis_engine, "REQUEST_VERSION", PROTOCOL_VERSION)
+        assert await older.take(4) == []
+        assert await older.reap(4) == []
+
+    assert [lease.request for lease in await newer.reap(4)] == [request]
 
 
 async def test_a_request_is_leased_again_if_the_reply_of_its_take_was_lost(

@@ -28,7 +28,7 @@ from headrace_common.protocol.base import (
 )
 from headrace_common.protocol.failures import failed
 from headrace_common.protocol.ledger import AttemptUsage
-from headrace_common.wire.messages import ChoiceState, GenerateRequest
+from headrace_common.wire.messages import ChoiceState, GenerateRequest, adapter_key
 from headrace_testing.backends import MODEL, InMemory, OverRedis, make_request, make_status
 from headrace_testing.valkey import ValkeyServer
 
@@ -37,6 +37,8 @@ LIMITS = QueueLimits(max_requests=9, max_tokens=60, max_tenant_requests=5)
 PRIORITIES = (0, 0, -1, 0, 0, 1, 0)
 ENGINES = ("e0", "e1", "e2")
 engines = st.sampled_from(ENGINES)
+# The only engine that has the adapter of some of the requests.
+WITH_ADAPTER, VERSION = "e0", "1" * 32
 # The seconds by which gateways' clocks are ahead of the store's clock.
 AHEAD = {"g0": -90_000, "g1": 90_000}
 gateways = st.sampled_from(tuple(AHEAD))
@@ -65,6 +67,8 @@ class ScriptsAndModel(RuleBasedStateMachine):
             name: [b.gateway(name, ahead=ahead) for b in both] for name, ahead in AHEAD.items()
         }
         self.engines = {name: [b.engine(name) for b in both] for name in ENGINES}
+        for queue in self.engines[WITH_ADAPTER]:
+            queue.serve_adapters([adapter_key("sql", VERSION)])
         self.requests: list[GenerateRequest] = []
         self.attempts: dict[str, int] = {}
 
@@ -92,6 +96,8 @@ class ScriptsAndModel(RuleBasedStateMachine):
                 ),
                 tenant=f"t{number % 3}",
                 tenant_weight=(1.0, 3.0, 0.5)[number % 3],
+                lora=None if number % 4 else "sql",
+                lora_version=None if number % 4 else VERSION,
             )
             for number in range(REQUESTS)
         ]

@@ -13,7 +13,10 @@ import pytest
 import redis
 from redis.exceptions import NoPermissionError, ResponseError
 
+from headrace_common.errors import BackendUnfit
+from headrace_common.protocol.adapters import AdapterReport, AdapterSet, new_adapter
 from headrace_common.protocol.frames import encode_control
+from headrace_common.protocol.redis.adapters import RedisAdapterSets
 from headrace_common.protocol.redis.client.client import Command
 from headrace_common.protocol.redis.registry import RedisModelRegistry
 from headrace_common.protocol.redis.users import KEYS, ROLES, KeyScope, role_line
@@ -242,3 +245,20 @@ async def test_the_size_of_an_engines_status_is_limited(
     assert await gateway.engines(MODEL) == []
     assert await gateway.drain_rate(MODEL) == 0
     assert (await gateway.depth(MODEL)).waiting == 0
+
+
+async def test_its_set_of_adapters_is_read_and_reported_on_but_never_written(
+    redis_backend: OverUsers,
+) -> None:
+    gateway = RedisAdapterSets(redis_backend.connect("gateway"))
+    engine = RedisAdapterSets(redis_backend.connect("engine"))
+    known = AdapterSet().added(new_adapter("sql", "/adapters/sql", "ops", 1.0))
+    await gateway.replace(MODEL, AdapterSet(), known)
+
+    assert await engine.read(MODEL) == known
+    assert await engine.version(MODEL) == known.version
+    with pytest.raises(BackendUnfit):
+        await engine.replace(MODEL, known, AdapterSet("other"))
+    report = AdapterReport({known.adapters[0].adapter_id: "1" * 32})
+    await engine.report(MODEL, "e", report)
+    assert await gateway.reports(MODEL, ["e", "f"]) == {"e": report}

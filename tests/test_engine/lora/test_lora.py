@@ -146,6 +146,17 @@ def test_the_least_recently_used_adapter_loses_its_slot() -> None:
     assert len(set(places.values())) == 2
 
 
+def test_a_released_slot_is_taken_before_another_adapter_is_evicted() -> None:
+    slots = LoRASlots((), 2, 4, torch.float32, torch.device("cpu"))
+    slots.use(["a", "b"])
+    slots.release("b")
+    slots.release("never used")
+
+    slots.use(["c"])
+
+    assert set(slots.names) == {"a", "c"}
+
+
 def test_a_loaded_adapter_does_not_need_its_folder(scene: AdapterScene, tmp_path: Path) -> None:
     folder = save_adapter(tmp_path / "gone", scene.checkpoint, **ADAPTERS["all"])
     llm = scene.llm(lora_modules={"all": str(folder)})

@@ -194,6 +194,7 @@ async def test_a_forbidden_model_is_not_looked_up() -> None:
     class Watched:
         served: Mapping[str, ServedModel] = {}
         adapters: Mapping[str, str] = {}
+        adapter_versions: Mapping[str, str] = {}
         removed = ()
 
         def forget(self, model: str) -> None:

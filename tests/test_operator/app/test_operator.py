@@ -7,6 +7,7 @@ objects.
 
 from typing import Any
 
+from headrace_common.protocol.adapters import decode_set
 from headrace_operator import names
 from headrace_operator.scaling.reason import Reason
 from headrace_testing.kubernetes import User, pod
@@ -78,6 +79,34 @@ async def test_an_edit_reaches_the_deployment(user: User, scene: Scene) -> None:
 
         await until(lambda: image() == "other:2")
         await until(lambda: status(user).get("observedGeneration") == 2)
+
+
+async def test_a_change_of_the_adapters_reaches_the_queue_without_a_rollout(
+    user: User, scene: Scene
+) -> None:
+    def known() -> list[str]:
+        found = scene.backend.adapter_sets.get("qwen")
+        return [] if found is None else [each.name for each in decode_set(*found).adapters]
+
+    def template() -> Any:
+        found = user.server.find("deployments", "qwen-engine")
+        return None if found is None else found["spec"]["template"]
+
+    def lora(*names: str) -> dict[str, Any]:
+        return {"adapters": [{"name": name, "path": f"/model/{name}"} for name in names]}
+
+    async with operator(user, scene):
+        await user.create(body(lora=lora("sql")))
+        await until(lambda: known() == ["sql"] and template() is not None)
+        before = template()
+        await user.change_spec("qwen", {"lora": lora("sql", "tone")})
+        await until(lambda: known() == ["sql", "tone"])
+        await until(lambda: len(status(user).get("adapters") or ()) == 2)
+
+        assert template() == before
+    assert status(user)["adapters"] == [
+        {"name": name, "served": False, "engines": 0, "message": ""} for name in ("sql", "tone")
+    ]
 
 
 async def test_a_deleted_model_service_is_left_alone(user: User, scene: Scene) -> None:

@@ -8,6 +8,7 @@ import pytest
 from headrace_engine.serving.settings import EngineSettings
 from headrace_operator import names
 from headrace_operator.desired import companions
+from headrace_operator.desired.adapters import folders
 from headrace_operator.desired.autoscaler import autoscaler, backlog_query
 from headrace_operator.desired.children import canary_of, companions_of, unwanted
 from headrace_operator.desired.deployment import deployment
@@ -95,20 +96,49 @@ def test_adapters_are_settings_and_volumes_of_the_engine(monkeypatch: pytest.Mon
     read = EngineSettings()
     assert (read.enable_lora, read.max_loras, read.max_lora_rank) == (True, 2, 32)
     assert read.max_cpu_loras is None and read.tensor_parallel_size == 2
-    assert read.lora_modules == {
+    assert (read.lora_modules, read.lora_dir, read.lora_experts) == ({}, "/", False)
+    where = folders(service(lora=lora).spec)
+    claimed, from_image = (where[name].split("/")[2] for name in ("org/chat", "tone"))
+    assert where == {
         "sql": "/model/adapters/sql",
-        "org/chat": "/adapters/1/v2",
-        "tone": "/adapters/2",
+        "org/chat": f"/adapters/{claimed}/v2",
+        "tone": f"/adapters/{from_image}",
     }
     mounts = {mount["name"]: mount for mount in found["containers"][0]["volumeMounts"]}
     volumes = {volume["name"]: volume for volume in found["volumes"]}
-    assert mounts["adapter-1"]["mountPath"] == "/adapters/1" and mounts["adapter-1"]["readOnly"]
+    assert mounts[claimed]["mountPath"] == f"/adapters/{claimed}" and mounts[claimed]["readOnly"]
     claim = {"claimName": "lora", "readOnly": True}
-    assert volumes["adapter-1"]["persistentVolumeClaim"] == claim
+    assert volumes[claimed]["persistentVolumeClaim"] == claim
     image = {"reference": "registry/tone:1", "pullPolicy": "IfNotPresent"}
-    assert volumes["adapter-2"]["image"] == image
+    assert volumes[from_image]["image"] == image
     for name in ("ENABLE_LORA", "QUEUE_SHARDS"):
         assert f"{PREFIX}{name}" not in env(), "older images do not know this setting"
+
+
+def test_adapters_in_volumes_that_pods_have_change_no_pod() -> None:
+    claim = {"claimName": "lora"}
+    first = {"name": "a", "persistentVolumeClaim": {**claim, "path": "a"}}
+    more: list[dict[str, Any]] = [
+        {"name": "b", "persistentVolumeClaim": {**claim, "path": "b"}},
+        {"name": "c", "path": "/model/c"},
+        {**first, "name": "d"},
+    ]
+    new_volume = {"name": "e", "persistentVolumeClaim": {"claimName": "other"}}
+
+    def template(*adapters: dict[str, Any]) -> dict[str, Any]:
+        return pod(lora={"adapters": list(adapters)})
+
+    assert template(first) == template(*more) == template(*reversed(more))
+    assert template(first) != template(first, new_volume)
+
+
+def test_engines_with_a_queue_of_their_own_have_adapters_as_settings() -> None:
+    lora = {"adapters": [{"name": "sql", "path": "/model/sql"}], "experts": True}
+    values = env(lora=lora, queue={"urlSecret": {"name": "queue", "key": "url"}})
+
+    assert values["HEADRACE_ENGINE_LORA_MODULES"] == '{"sql": "/model/sql"}'
+    assert values["HEADRACE_ENGINE_LORA_EXPERTS"] == "true"
+    assert "HEADRACE_ENGINE_LORA_DIR" not in values
 
 
 def test_the_grace_period_outlasts_the_drain() -> None:

@@ -15,12 +15,13 @@ from ...sealing.sealer import PayloadKind, SealingError, opened, sealed
 from ...wire import keys
 from ...wire.keys import ShardKeys
 from ...wire.messages import (
-    PROTOCOL_VERSION,
     Cancel,
     Frame,
     GenerateRequest,
     decode_request,
     encode_request,
+    required_adapter,
+    version_of,
 )
 from ..base import EngineStatus, QueueDepth
 from ..failures import failed
@@ -250,7 +251,7 @@ class QueueAdmin:
             token_cost(request),
             len(request.prompt_token_ids),
             priority_class(request.priority),
-            PROTOCOL_VERSION,
+            version_of(request),
             keys.GRACE_MS,
             await sealed(sealer, PayloadKind.PAYLOAD, binding, encode_request(request)),
             request.keep_ms,
@@ -259,6 +260,7 @@ class QueueAdmin:
             request.key,
             request.lora or "",
             LedgerBounds().field,
+            required_adapter(request),
         ]
         names += [shard.stats, shard.dead_letters, *shard.queues, *shard.fairness]
         return bool(await self._connection.run("replay", names, arguments, tries=TRIES))

@@ -9,7 +9,7 @@ import itertools
 import logging
 import math
 import time
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Collection, Mapping, Sequence
 from typing import Any
 
 from redis.exceptions import NoPermissionError, RedisError, ResponseError
@@ -19,7 +19,7 @@ from ...sealing.sealer import Binding, PayloadKind, SealingError, opened, sealed
 from ...wire import keys
 from ...wire.keys import ShardKeys
 from ...wire.messages import (
-    PROTOCOL_VERSION,
+    REQUEST_VERSION,
     ChoiceState,
     Control,
     Failed,
@@ -88,6 +88,7 @@ class RedisEngineQueue:
         self._newest_frame_ms = 0  # the server's time
         self._renewed: dict[str, float] = {}
         self._sealer = connection.sealer
+        self._adapters: tuple[str, ...] = ()
         # Whether this connection's user may read the shared stream of control messages.
         self._reads_shared: tuple[RedisClient, bool] | None = None
 
@@ -103,6 +104,9 @@ class RedisEngineQueue:
 
     # Leases
 
+    def serve_adapters(self, adapters: Collection[str]) -> None:
+        self._adapters = tuple(adapters)
+
     async def take(self, count: int, prompt_tokens: int | None = None) -> Sequence[Lease]:
         shard = self._keys
         prefixes = [shard.records, shard.payloads, shard.journals]
@@ -112,7 +116,7 @@ class RedisEngineQueue:
             "take",
             [shard.stats, shard.dead_letters, shard.wakeups, *shard.queues, *prefixes]
             + [shard.ledger, shard.placed, *shard.fairness],
-            [self.engine_id, count, room, PROTOCOL_VERSION, keys.ENDED_TTL_MS],
+            [self.engine_id, count, room, REQUEST_VERSION, keys.ENDED_TTL_MS, *self._adapters],
         )
         self._left = (int(left[0]) - 1, left[1].decode()) if left else None
         is_held = bool(left) and left[2] >= 0
@@ -131,10 +135,11 @@ class RedisEngineQueue:
                 self.engine_id,
                 count,
                 self._lease_ms,
-                PROTOCOL_VERSION,
+                REQUEST_VERSION,
                 int(suspects),
                 int(sweep),
                 keys.ENDED_TTL_MS,
+                *self._adapters,
             ],
         )
         return await self._leases(found, endings)

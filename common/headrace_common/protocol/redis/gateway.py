@@ -17,7 +17,6 @@ from ...sealing.sealer import PayloadKind, SealingError, opened, sealed
 from ...wire import keys
 from ...wire.keys import ShardKeys
 from ...wire.messages import (
-    PROTOCOL_VERSION,
     Cancel,
     ChoiceState,
     Control,
@@ -25,6 +24,8 @@ from ...wire.messages import (
     GenerateRequest,
     Reroute,
     encode_request,
+    required_adapter,
+    version_of,
 )
 from ..base import (
     LOST_RESERVED_S,
@@ -192,7 +193,7 @@ class RedisGatewayQueue:
             token_cost(request),
             len(request.prompt_token_ids),
             priority_class(request.priority),
-            PROTOCOL_VERSION,
+            version_of(request),
             limits.max_requests,
             limits.max_tokens,
             seen,
@@ -206,6 +207,7 @@ class RedisGatewayQueue:
             request.key,
             request.lora or "",
             self._ledger,
+            required_adapter(request),
             *where,
         ]
         names = [shard.record(rid), shard.payload(rid), shard.journal(rid), shard.stats]

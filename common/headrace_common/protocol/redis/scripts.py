@@ -25,6 +25,7 @@ NAMES = (
     "register",
     "unregister",
     "granted",
+    "adapt",
     "load",
     "store",
     "unstore",
@@ -43,11 +44,21 @@ _HELPERS: dict[str, tuple[str, ...]] = {
     **dict.fromkeys(("occupy", "vacate"), ("account",)),
     **dict.fromkeys(("beat", "share"), ("charging",)),
     "finish": ("charging", "ledger"),
-    **dict.fromkeys(("reap", "given"), ("ledger",)),
+    "given": ("ledger",),
+    "reap": ("ledger", "adapters"),
     "replay": ("tenants", "joining"),
     "admit": ("tenants", "joining", "placed"),
     "cancel": ("tenants", "leaving", "placed", "ledger"),
-    "take": ("charging", "tenants", "leaving", "placed", "precedence", "ledger"),
+    "take": (
+        "charging",
+        "tenants",
+        "leaving",
+        "placed",
+        "precedence",
+        "ledger",
+        "adapters",
+        "passing",
+    ),
 }
 
 

@@ -8,7 +8,15 @@ import asyncio
 import logging
 import math
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping, Sequence
+from collections.abc import (
+    AsyncIterator,
+    Awaitable,
+    Callable,
+    Collection,
+    Iterable,
+    Mapping,
+    Sequence,
+)
 from dataclasses import replace
 from typing import TypeVar
 
@@ -62,6 +70,7 @@ class ShardedEngineQueue:
         self._told_at = self._reaped_at = self._said_at = self._shared_at = -math.inf
         self._said: EngineStatus | None = None
         self._sharing: asyncio.Task[None] | None = None
+        self._adapters: tuple[str, ...] = ()
 
     async def start(self) -> None:
         """Like EngineQueue.start.
@@ -79,10 +88,16 @@ class ShardedEngineQueue:
         kept = await self._first.tell_shards(self._count)
         for number in range(len(self._shards), kept):
             shard = self._make(number)
+            shard.serve_adapters(self._adapters)
             await _start(shard)
             self._shards.append(shard)
 
     # Leases
+
+    def serve_adapters(self, adapters: Collection[str]) -> None:
+        self._adapters = tuple(adapters)
+        for shard in self._shards:
+            shard.serve_adapters(self._adapters)
 
     async def take(self, count: int, prompt_tokens: int | None = None) -> Sequence[Lease]:
         """Like EngineQueue.take: a part from each shard, then more from shards that have more.

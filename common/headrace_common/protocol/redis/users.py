@@ -26,19 +26,23 @@ class KeyScope(Enum):
 
 @dataclass(frozen=True, slots=True)
 class KeyRule:
-    """Keys with one prefix, and the roles that may touch `pattern`."""
+    """Keys with one prefix, and the roles that may touch `pattern`.
+
+    `read_only`: a model's user may only read them, as those with the scope READ.
+    """
 
     prefix: str
     place: KeyScope
     roles: tuple[str, ...]
     pattern: str = "*"
+    read_only: bool = False
 
     def of_role(self) -> str:
         return f"{self.prefix}:{self.pattern}"
 
     def of_model(self, model: str) -> list[str]:
         """Rules of ACL SETUSER for a user of one model."""
-        read = self.place is KeyScope.READ  # a rule that Redis knows since 7.0
+        read = self.read_only or self.place is KeyScope.READ  # a rule that Redis knows since 7.0
         return [f"{'%R' if read else ''}~{pattern}" for pattern in self._patterns(model)]
 
     def _patterns(self, model: str) -> list[str]:
@@ -63,6 +67,7 @@ KEYS = (
     KeyRule("eng", KeyScope.SHARD, _ALL),
     KeyRule("es", KeyScope.IN_SHARD, _ALL),
     KeyRule("ls", KeyScope.IN_SHARD, _QUEUE),
+    KeyRule("ar", KeyScope.IN_SHARD, _ALL),
     KeyRule("sd", KeyScope.NOWHERE, (GATEWAY, OPERATOR)),
     KeyRule("o", KeyScope.OF_GATEWAY, _QUEUE),
     KeyRule("gw", KeyScope.OF_GATEWAY, _QUEUE),
@@ -71,6 +76,8 @@ KEYS = (
     KeyRule("mf", KeyScope.NOWHERE, _ALL, "{m}:*"),
     KeyRule("mg", KeyScope.NOWHERE, (GATEWAY, OPERATOR), "{m}"),
     KeyRule("me", KeyScope.GRANTED, (GATEWAY, OPERATOR), "{m}:*"),
+    KeyRule("av", KeyScope.NOWHERE, _ALL, "{m}"),
+    KeyRule("as", KeyScope.GRANTED, _ALL, "{m}:*", read_only=True),
     KeyRule("ml", KeyScope.NOWHERE, _STORE, "{m}:*"),
     *(KeyRule(prefix, KeyScope.NOWHERE, _STORE) for prefix in ("rq", "rw", "ra")),
     KeyRule("rk", KeyScope.NOWHERE, _STORE, "{rk}"),

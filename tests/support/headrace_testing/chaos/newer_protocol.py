@@ -14,13 +14,14 @@ from headrace_common.protocol.redis import engine as redis_engine
 from headrace_common.protocol.redis import gateway as redis_gateway
 from headrace_common.wire.messages import (
     PROTOCOL_VERSION,
+    REQUEST_VERSION,
     Frame,
     GenerateRequest,
     decode_request,
     encode_request,
 )
 
-NEXT = PROTOCOL_VERSION + 1
+NEXT = REQUEST_VERSION + 1
 
 
 def _newer_request(request: GenerateRequest) -> bytes:
@@ -51,10 +52,10 @@ def _replace(module: Any, **new: object) -> None:
 
 def install() -> None:
     """Makes this process, a gateway or an engine, speak the next version from now on."""
-    _replace(redis_gateway, PROTOCOL_VERSION=NEXT, encode_request=_newer_request)
+    _replace(redis_gateway, version_of=lambda _request: NEXT, encode_request=_newer_request)
     _replace(
         redis_engine,
-        PROTOCOL_VERSION=NEXT,
+        REQUEST_VERSION=NEXT,
         decode_request=_either_request,
         encode_frame=_longer_frame,
     )

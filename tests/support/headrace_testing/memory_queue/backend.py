@@ -8,7 +8,7 @@ import itertools
 import math
 import time
 from collections import Counter, defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 
 from headrace_common.errors import BackendUnavailable, FailureCode, RequestConflict
 from headrace_common.protocol.accounts import Item
@@ -25,7 +25,12 @@ from headrace_common.protocol.ledger import AttemptUsage, UsageOutcome
 from headrace_common.protocol.registry import RegisteredModel
 from headrace_common.protocol.requests import fingerprint, priority_class, token_cost
 from headrace_common.wire import keys
-from headrace_common.wire.messages import GenerateRequest, decode_request, encode_request
+from headrace_common.wire.messages import (
+    GenerateRequest,
+    decode_request,
+    encode_request,
+    required_adapter,
+)
 
 from .fairness import OUTPUT, FairQueue, cost
 from .ledger import how, usage_entry
@@ -34,6 +39,7 @@ from .records import Ending, Record, Taken
 from .shards import Log, Round, Shard
 
 SHARE = 16
+LOOK_AGAIN = 0.1  # seconds
 SUSPECT, POISON = 2, 4
 
 
@@ -52,6 +58,8 @@ class MemoryBackend:
         self.gateways: dict[str, float] = {}
         self.models: dict[str, tuple[RegisteredModel, bytes]] = {}
         self.models_store = ""
+        self.adapter_sets: dict[str, tuple[str, bytes]] = {}
+        self.adapter_reports: dict[tuple[str, str], bytes] = {}
         self.stored: dict[str, tuple[float, str, bytes]] = {}
         self.presence_until: dict[str, float] = {}
         self.readers: defaultdict[str, set[str]] = defaultdict(set)
@@ -183,6 +191,7 @@ class MemoryBackend:
             keep=request.keep_ms / 1000,
             key=request.key,
             adapter=request.lora or "",
+            required=required_adapter(request),
             expires=now + left + keys.GRACE_MS / 1000,
         )
 
@@ -209,9 +218,16 @@ class MemoryBackend:
         ids = [rid for queue in shard.waiting.values() for rid in queue]
         return sum(shard.records[rid].tenant == tenant for rid in ids)
 
-    def take(self, shard: Shard, engine: str, count: int, room: int | None) -> Round:
+    def take(
+        self,
+        shard: Shard,
+        engine: str,
+        count: int,
+        room: int | None,
+        adapters: Collection[str] = (),
+    ) -> Round:
         """TAKE."""
-        turn = Round(engine, count, math.inf if room is None else room)
+        turn = Round(engine, count, math.inf if room is None else room, {"", *adapters})
         for priority in (2, 3):
             share = min(shard.due[priority] // SHARE, turn.left)
             self._take(shard, priority, share, turn)
@@ -225,12 +241,14 @@ class MemoryBackend:
                 shard.due[priority] = 0
         for queue in shard.waiting.values():
             queue.keep_head()
+        if turn.lacking and not turn.stopped:
+            turn.stopped, turn.free_at = True, self.clock() + LOOK_AGAIN
         return turn
 
     def _take(self, shard: Shard, priority: int, most: int, turn: Round) -> bool:
         """Takes from one class while there is room; returns whether that emptied it."""
         queue, end = shard.waiting[priority], len(turn.taken) + most
-        while len(turn.taken) < end and not turn.stopped:
+        while len(turn.taken) < end and not turn.stopped and priority not in turn.lacking:
             rid = queue.first()
             if rid is None:
                 return True
@@ -243,6 +261,8 @@ class MemoryBackend:
         if record.deadline <= self.clock():
             self._remove_placed(shard, rid)
             turn.endings.append(self._fail(shard, queue.pop(), FailureCode.DEADLINE, False))
+        elif record.required not in turn.adapters:
+            self._leave_adapter(shard, queue, turn)
         elif record.placed not in ("", turn.engine) and self._gives_way(shard, rid, turn):
             return
         elif record.prompt_tokens > turn.room:
@@ -252,6 +272,16 @@ class MemoryBackend:
             self._remove_placed(shard, rid)
             shard.counters.serve(record.tenant, cost(record.prompt_tokens, record.weight))
             turn.taken.append(self._lease(queue.pop(), record, turn.engine, suspect=False))
+
+    def _leave_adapter(self, shard: Shard, queue: FairQueue, turn: Round) -> None:
+        """Takes the next request that the engine can run before the first, or nothing more."""
+        able = [r for r in queue.listed() if shard.records[r].required in turn.adapters]
+        if able:
+            queue.pass_over(able[0])
+        elif any(shard.records[r].required in turn.adapters for r in queue.unread()):
+            queue.rotate()
+        else:
+            turn.lacking.add(shard.records[queue.first() or ""].priority)
 
     @staticmethod
     def _remove_placed(shard: Shard, rid: str) -> None:
@@ -313,7 +343,13 @@ class MemoryBackend:
         return Ending(rid, record.attempt, record.gateway, why)
 
     def reap(
-        self, shard: Shard, engine: str, count: int, lease: float, suspects: bool
+        self,
+        shard: Shard,
+        engine: str,
+        count: int,
+        lease: float,
+        suspects: bool,
+        adapters: Collection[str] = (),
     ) -> tuple[list[Taken], list[Ending]]:
         """REAP."""
         taken: list[Taken] = []
@@ -325,6 +361,8 @@ class MemoryBackend:
                 continue
             if record.deadline <= self.clock():
                 endings.append(self._fail(shard, rid, FailureCode.DEADLINE, True))
+                continue
+            if record.required not in ("", *adapters):
                 continue
             failures = record.counted_failures
             if failures >= POISON:
@@ -474,6 +512,8 @@ class MemoryBackend:
         self.kept.clear()
         self.models.clear()
         self.models_store = ""
+        self.adapter_sets.clear()
+        self.adapter_reports.clear()
         self.stored.clear()
         self.presence_until.clear()
         self.accounts.clear()

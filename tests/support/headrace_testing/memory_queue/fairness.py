@@ -10,6 +10,7 @@ from headrace_common.protocol.redis.queue_position import turns_ahead
 OUTPUT = 2
 DEBT = 65_536
 TENANTS_SEEN = 16
+OF_TENANT_SEEN = 64
 
 
 _EPOCHS = count(1)
@@ -98,6 +99,19 @@ class FairQueue:
     def blocked(self, request_id: str) -> bool:
         """Whether the request is in its tenant's list."""
         return any(request_id in requests for requests in self._lists.values())
+
+    def listed(self) -> list[str]:
+        """The requests in the lists of the tenants that are next, in this order."""
+        tenants = self._by_use()[:TENANTS_SEEN]
+        return [rid for tenant in tenants for rid in self._lists[tenant][:OF_TENANT_SEEN]]
+
+    def unread(self) -> list[str]:
+        """The requests in the stream after the first one."""
+        return self._stream[1:]
+
+    def rotate(self) -> None:
+        """Puts the first request in the stream after the others."""
+        self._stream.append(self._stream.pop(0))
 
     def oldest(self) -> list[str]:
         """The first requests in the lists of the tenants that are next."""

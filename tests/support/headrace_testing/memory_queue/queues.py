@@ -2,7 +2,7 @@
 
 import asyncio
 import math
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 
 from headrace_common.errors import FailureCode, MessageError, QueueFull
@@ -249,6 +249,7 @@ class MemoryEngineQueue:
         self._model = model
         self._lease = lease_ms / 1000
         self._attempts = AttemptHistory()
+        self._adapters: tuple[str, ...] = ()
         self._woken = 0
         self._left: set[str] = set()
         # the time from which any engine may take requests that are placed with another
@@ -257,16 +258,21 @@ class MemoryEngineQueue:
     async def start(self) -> None:
         self._woken = self._backend.shard(self._model, self.shard).wakeups
 
+    def serve_adapters(self, adapters: Collection[str]) -> None:
+        self._adapters = tuple(adapters)
+
     async def take(self, count: int, prompt_tokens: int | None = None) -> Sequence[Lease]:
         shard = self._backend.shard(self._model, self.shard)
-        turn = self._backend.take(shard, self.engine_id, count, prompt_tokens)
+        turn = self._backend.take(shard, self.engine_id, count, prompt_tokens, self._adapters)
         self._left = self._newest(shard) if turn.stopped else set()
         self._free_at = turn.free_at
         return await self._leases(turn.taken, turn.endings)
 
     async def reap(self, count: int, *, suspects: bool = True) -> Sequence[Lease]:
         shard = self._backend.shard(self._model, self.shard)
-        taken, endings = self._backend.reap(shard, self.engine_id, count, self._lease, suspects)
+        taken, endings = self._backend.reap(
+            shard, self.engine_id, count, self._lease, suspects, self._adapters
+        )
         return await self._leases(taken, endings)
 
     async def _leases(self, taken: Sequence[Taken], endings: Sequence[Ending]) -> list[Lease]:

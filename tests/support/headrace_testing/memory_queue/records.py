@@ -46,6 +46,7 @@ class Record:
     passes: int = 0
     lost_at: float = -math.inf
     anew: int = 0  # how often it was queued again after its end
+    required: str = ""  # the adapter that its engine must have loaded
     given: bool = False  # whether a client was given its outcome
     key: str = ""
     adapter: str = ""

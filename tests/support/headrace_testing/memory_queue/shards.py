@@ -61,12 +61,15 @@ class Round:
     """The state of one TAKE.
 
     It may take `most` requests, and prompt tokens while there is `room`. `stopped` says that the
-    next request does not fit or, until `free_at`, belongs to another engine.
+    next request does not fit or, until `free_at`, belongs to another engine. `adapters` are those
+    that the engine has loaded, and ""; `lacking` are priorities whose first request is for another.
     """
 
     engine: str
     most: int
     room: float
+    adapters: set[str] = field(default_factory=lambda: {""})
+    lacking: set[int] = field(default_factory=set)
     taken: list[Taken] = field(default_factory=list)
     endings: list[Ending] = field(default_factory=list)
     stopped: bool = False

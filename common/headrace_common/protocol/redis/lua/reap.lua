@@ -5,7 +5,8 @@
 -- KEYS  1 stats, 2 dead letters, 3 queue hi, 4 queue n, 5 queue lo, 6 prefix of records,
 --       7 of payloads, 8 of journals (see TAKE for the prefixes), 9 ledger
 -- ARGV  1 engine id, 2 most requests, 3 lease (ms), 4 protocol version, 5 may have a suspect (0/1),
---       6 forget idle consumers (0/1), 7 ms to keep the record of one that ends here
+--       6 forget idle consumers (0/1), 7 ms to keep the record of one that ends here,
+--       then the adapters that the engine has loaded
 -- Result  {leases, endings} as TAKE
 local stats, letters = KEYS[1], KEYS[2]
 local engine, count, lease_ms = ARGV[1], tonumber(ARGV[2]), tonumber(ARGV[3])
@@ -16,6 +17,7 @@ local QUARANTINE = 86400000 -- ms that a poisonous request's payload is kept, to
 local FORGET = 10 -- leases, after which a consumer without pending entries is forgotten
 local now = now_ms()
 local leases, endings = {}, {}
+read_adapters(8)
 
 local function fail(queue, id, rid, v, why)
   local record, payload, journal = KEYS[6] .. rid, KEYS[7] .. rid, KEYS[8] .. rid
@@ -66,7 +68,7 @@ local function deal(queue, id)
     drop(queue, id)
   elseif tonumber(v[3]) <= now then
     fail(queue, id, rid, v, 'deadline_exceeded')
-  elseif tonumber(v[6]) <= version then
+  elseif tonumber(v[6]) <= version and not lacks_adapter(KEYS[6] .. rid, v[6]) then
     local failed = failures(v)
     if failed >= POISON then
       dead_letter(letters, rid, 'poisoned', failed, v[4])

@@ -7,12 +7,13 @@
 --       those of charging.lua. Which requests come is known only when they are read, so their keys
 --       are made here from the prefixes: same hash tag, same slot.
 -- ARGV  1 engine id, 2 most requests, 3 most prompt tokens (-1: any), 4 protocol version,
---       5 ms to keep the record of one that ends here
+--       5 ms to keep the record of one that ends here, then the adapters that the engine has loaded
 -- Result  {leases, endings, left}. lease {request id, attempt, gateway, recovered, suspect, payload,
 --         placed: 0 with no engine, 1 with this one, 2 with another, ms since it was admitted,
 --         ms until its deadline};
 --         ending {request id, attempt, gateway, why}; left: {priority, id, ms} of the entry that did
---         not fit the prompt tokens (ms -1), or is another engine's for so many ms more; or {}
+--         not fit the prompt tokens (ms -1), or is another engine's for so many ms more, or is for an
+--         adapter that this engine lacks, and so many ms later it looks again; or {}
 local stats, letters, wakeups = KEYS[1], KEYS[2], KEYS[3]
 local engine, version, ttl = ARGV[1], tonumber(ARGV[4]), ARGV[5]
 local room = tonumber(ARGV[3])
@@ -20,6 +21,8 @@ local SHARE = 16
 local now = now_ms()
 local leases, endings, left = {}, {}, {}
 local charged, served = {}, nil -- tokens of the tenants that were served, and which of them last
+local stopped = {} -- for each priority, `left` if its first request is for an adapter that the engine lacks
+read_adapters(6)
 
 -- The id just below `id`; if the group has read it last, `id` is next again.
 local function before(id)
@@ -88,6 +91,13 @@ local function give_way(queue, priority, id, rid, v)
   return true
 end
 
+-- Leaves an entry just read, whose adapter this engine lacks, to other engines.
+local function leave_adapter(queue, priority, id, rid, v)
+  if pass_adapter(queue, priority, id, rid, v) then return end
+  unread(queue, id, rid)
+  stopped[priority] = { priority, id, LOOK_AGAIN }
+end
+
 -- Handles one entry just read. v: the fields of its request, if they were looked up.
 local function deal(queue, priority, id, rid, v)
   v = v or rid and look_up(rid)
@@ -104,6 +114,8 @@ local function deal(queue, priority, id, rid, v)
     no_longer_waiting(priority, v[9] or 'default', v[7])
     unplace(priority, v[10], rid)
     redis.call('XADD', wakeups, 'MAXLEN', '~', 16, '*', 'r', rid)
+  elseif lacks_adapter(RECORDS .. rid, v[6]) then
+    leave_adapter(queue, priority, id, rid, v)
   elseif placed(v) == 2 and give_way(queue, priority, id, rid, v) then
     return
   elseif room >= 0 and tonumber(v[8]) > room then
@@ -154,7 +166,7 @@ end
 -- Takes at most `most` from one class; returns how many, and whether that left it empty.
 local function take(priority, most)
   local queue, start = KEYS[3 + priority], #leases
-  while #leases - start < most and #left == 0 do
+  while #leases - start < most and #left == 0 and not stopped[priority] do
     local id, rid, v = next_entry(queue, priority)
     if not id then
       counts[WAITING[priority]], counts[LISTED[priority]] = 0, 0
@@ -191,6 +203,7 @@ if emptied == 3 then
   counts.w, counts.wt, left_by = 0, 0, {}
   redis.call('DEL', TENANTS, placed_with(1, engine), placed_with(2, engine), placed_with(3, engine))
 end
+if #left == 0 then left = stopped[1] or stopped[2] or stopped[3] or left end
 write_counts(stats)
 for tenant, tokens in pairs(charged) do
   local last = tenant == served and '' or tenant
