@@ -51,6 +51,8 @@ from .structured_output.compiler import GrammarCompiler
 
 logger = logging.getLogger("headrace_engine")
 
+# The most seconds for which a drained engine writes KV that others may use.
+CLOSE_SECONDS = 5.0
 # Codes of errors that a restart may fix.
 FAILURES = ("worker_failed", "rank_failed")
 
@@ -77,6 +79,7 @@ def main(arguments: list[str] | None = None) -> int:
                 kv_bytes_per_token=runner.kv_bytes_per_token,
             )
         )
+        engine.close(CLOSE_SECONDS)
         if runner.peers is not None:  # after a failure, they end with this process
             runner.peers.close()
     except (HeadraceError, EngineError) as error:
