@@ -54,6 +54,8 @@ from .structured_output.compiler import GrammarCompiler
 
 logger = logging.getLogger("headrace_engine")
 
+# The most seconds for which a drained engine writes KV that others may use.
+CLOSE_SECONDS = 5.0
 # Codes of errors that a restart may fix.
 FAILURES = ("worker_failed", "rank_failed")
 
@@ -70,6 +72,7 @@ def main(arguments: list[str] | None = None) -> int:
         runner, engine, grammars = _load(settings, model)
         files = None if model is None else model.files
         asyncio.run(serve(settings, engine, sealing, grammars, runner, files))
+        engine.close(CLOSE_SECONDS)
         if runner.peers is not None:  # after a failure, they end with this process
             runner.peers.close()
     except (HeadraceError, EngineError) as error:

@@ -101,6 +101,14 @@ def test_sharing(run: Run, model: str) -> None:
     assert len(printed.splitlines()) > 3
 
 
+def test_tiers(run: Run, model: str, tmp_path: Path) -> None:
+    few = ["--turns", "2", "--rounds", "2", "--requests", "2", "--prompt-tokens", "40"]
+    printed = run("tiers", "--model", model, *few, "--folder", str(tmp_path)).splitlines()
+    conversations = printed[2:5]
+    assert [line.split(" | ")[-1] for line in conversations] == ["True |"] * 3, "the same tokens"
+    assert len(printed) == 5 + 1 + 5
+
+
 def test_kv_waste(run: Run) -> None:
     printed = run("kv_waste", "--requests", "20").splitlines()
     assert len(printed) == 2 + 4

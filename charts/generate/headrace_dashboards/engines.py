@@ -154,10 +154,38 @@ def _cache() -> tuple[Panel, ...]:
             unit=Unit.SHARE,
         ),
         Panel(
-            title="Swapped KV",
-            description="Bytes per second copied to host memory (out) and back (in).",
-            queries=(Query(q.total(q.rate(names.ENGINE_KV_SWAPPED), kind), f"{{{{{kind}}}}}"),),
+            title="Copied KV",
+            description="Bytes per second copied to host memory and to the shared tier (out), and "
+            "back (in).",
+            queries=(
+                Query(q.total(q.rate(names.ENGINE_KV_SWAPPED), kind), f"host {{{{{kind}}}}}"),
+                Query(q.total(q.rate(names.ENGINE_KV_SHARED), kind), f"shared {{{{{kind}}}}}"),
+            ),
             unit=Unit.BYTES_PER_SECOND,
+        ),
+        Panel(
+            title="Prefix hits by place",
+            description="Prompt tokens per second whose KV was found: on the device, in host "
+            "memory, in the shared tier.",
+            queries=(
+                Query(q.total(q.rate(names.ENGINE_PREFIX_CACHE_HITS), place), f"{{{{{place}}}}}"),
+            ),
+            unit=Unit.TOKENS_PER_SECOND,
+            look=Look.STACKED,
+        ),
+        Panel(
+            title="Shared KV lookups",
+            description="Blocks per second in the shared tier: found (hit) or not (miss), found "
+            "but not read (failed), not written (skipped).",
+            queries=(_by_result(names.ENGINE_KV_SHARED_BLOCKS),),
+            unit=Unit.PER_SECOND,
+            look=Look.STACKED,
+        ),
+        Panel(
+            title="Time of KV copies",
+            description="Seconds per second in which steps waited for host memory, and in which "
+            "threads read the shared tier.",
+            queries=(Query(q.total(q.rate(names.ENGINE_KV_COPY_TIME), place), f"{{{{{place}}}}}"),),
         ),
         Panel(
             title="Placement",

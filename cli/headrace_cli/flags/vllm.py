@@ -119,6 +119,7 @@ FLAGS: Mapping[str, Entry] = {
     ),
     "kv_cache_memory_bytes": Renamed("kv_cache_memory"),
     "num_gpu_blocks_override": Renamed("num_blocks"),
+    "kv_offloading_size": Renamed("swap_space"),
     "scheduling_policy": Renamed("policy"),
     "data_parallel_size": Renamed("engines"),
     "dp": Renamed("engines"),

@@ -288,6 +288,25 @@ ENGINE_KV_SWAPPED = Metric(
     "By",
     "KV copied to host memory and back, by kind (out, in).",
 )
+ENGINE_KV_SHARED = Metric(
+    "headrace.engine.kv.shared",
+    MetricKind.COUNTER,
+    "By",
+    "KV written to the shared tier and read from it, by kind (out, in).",
+)
+ENGINE_KV_SHARED_BLOCKS = Metric(
+    "headrace.engine.kv.shared.blocks",
+    MetricKind.COUNTER,
+    "{block}",
+    "KV blocks looked up in the shared tier (hit, miss), found but not read (failed), or not "
+    "written (skipped), by result.",
+)
+ENGINE_KV_COPY_TIME = Metric(
+    "headrace.engine.kv.copy.time",
+    MetricKind.COUNTER,
+    "s",
+    "Time of copies of KV, by place: host (steps waited for these), shared (reading in threads).",
+)
 ENGINE_STEP_DURATION = Metric(
     "headrace.engine.step.duration",
     MetricKind.HISTOGRAM,
@@ -326,6 +345,12 @@ ENGINE_PREFIX_CACHE_TOKENS = Metric(
     MetricKind.COUNTER,
     "{token}",
     "Prompt tokens looked up in the prefix cache, by result.",
+)
+ENGINE_PREFIX_CACHE_HITS = Metric(
+    "headrace.engine.prefix_cache.hits",
+    MetricKind.COUNTER,
+    "{token}",
+    "Prompt tokens found in the prefix cache, by place (device, host, shared).",
 )
 ENGINE_SPEC_TOKENS = Metric(
     "headrace.engine.spec.tokens",
@@ -427,12 +452,16 @@ ENGINE_METRICS = (
     ENGINE_KV_BLOCKS,
     ENGINE_KV_WASTE,
     ENGINE_KV_SWAPPED,
+    ENGINE_KV_SHARED,
+    ENGINE_KV_SHARED_BLOCKS,
+    ENGINE_KV_COPY_TIME,
     ENGINE_STEP_DURATION,
     ENGINE_STEP_TOKENS,
     ENGINE_STEP_LAST_AGE,
     ENGINE_REQUEST_PHASE_DURATION,
     ENGINE_PREEMPTIONS,
     ENGINE_PREFIX_CACHE_TOKENS,
+    ENGINE_PREFIX_CACHE_HITS,
     ENGINE_SPEC_TOKENS,
     ENGINE_TOKENS,
 )
@@ -458,6 +487,8 @@ VLLM_PROMPT_TOKENS = "vllm:prompt_tokens"
 VLLM_GENERATION_TOKENS = "vllm:generation_tokens"
 VLLM_PREFIX_CACHE_QUERIES = "vllm:prefix_cache_queries"
 VLLM_PREFIX_CACHE_HITS = "vllm:prefix_cache_hits"
+VLLM_EXTERNAL_QUERIES = "vllm:external_prefix_cache_queries"
+VLLM_EXTERNAL_HITS = "vllm:external_prefix_cache_hits"
 VLLM_SPEC_DRAFTS = "vllm:spec_decode_num_drafts"
 VLLM_SPEC_DRAFT_TOKENS = "vllm:spec_decode_num_draft_tokens"
 VLLM_SPEC_ACCEPTED = "vllm:spec_decode_num_accepted_tokens"

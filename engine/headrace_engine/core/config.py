@@ -43,9 +43,11 @@ class EngineConfig:
     weights and the largest step use. `kv_cache_dtype` fp8 (e4m3) or fp8_e5m2 stores keys and values
     in 8 bits, with the checkpoint's scales if it has any. `watermark` is the share of blocks that
     starting sequences leave free, so that running ones can grow without a preemption. `swap_space`
-    is host memory in GiB for the KV of preempted sequences; it is used if copying is cheaper than
-    recomputing. Layers with and without a sliding window have separate block tables, unless
-    `disable_hybrid_kv_cache_manager`.
+    is host memory in GiB for the KV of preempted sequences and of prefixes that the device has no
+    room for; it is used if copying is cheaper than recomputing. `kv_offloading_folder` is a folder
+    of `kv_offloading_folder_size` GiB that engines share: the KV of prefixes is also written there,
+    and found again by other engines and after a restart; it needs `swap_space`. Layers with and
+    without a sliding window have separate block tables, unless `disable_hybrid_kv_cache_manager`.
 
     Steps: while sequences decode, prompts are cut to steps of at most `itl_target` seconds.
     `async_scheduling` schedules the next step while the device runs one; None: on GPUs only.
@@ -77,6 +79,8 @@ class EngineConfig:
     num_blocks: int | None = None
     memory_utilization: float = 0.9
     swap_space: float = 0.0
+    kv_offloading_folder: str | None = None
+    kv_offloading_folder_size: float = 10.0
     max_num_seqs: int = 64
     max_num_batched_tokens: int = 2048
     itl_target: float = inf
@@ -110,6 +114,7 @@ class EngineConfig:
             raise ConfigError(f"watermark must be in [0, 1), not {self.watermark}")
         if not 0.0 <= self.swap_space < inf:
             raise ConfigError(f"swap_space must be GiB, 0 or more, not {self.swap_space}")
+        self._check_offloading()
         self._check_lora()
         self._check_parallel()
         self._check_draft_head()
@@ -144,6 +149,27 @@ class EngineConfig:
                 raise ConfigError(
                     f"speculative_config.method {head.method} does not support {name}: leave one "
                     "of them out, or use method ngram or draft_model"
+                )
+
+    def _check_offloading(self) -> None:
+        if self.kv_offloading_folder is None:
+            return
+        if not 0.0 < self.kv_offloading_folder_size < inf:
+            raise ConfigError(
+                "kv_offloading_folder_size must be GiB, above 0, not "
+                f"{self.kv_offloading_folder_size}"
+            )
+        refused = {
+            "swap_space 0": self.swap_space == 0.0,
+            "enable_prefix_caching off": not self.enable_prefix_caching,
+            f"tensor_parallel_size {self.tensor_parallel_size}": self.tensor_parallel_size > 1,
+            "a draft model": self.has_draft_model,
+        }
+        for name, wanted in refused.items():
+            if wanted:
+                raise ConfigError(
+                    f"kv_offloading_folder does not support {name}: change it, or leave the folder "
+                    "out"
                 )
 
     def _check_parallel(self) -> None:

@@ -6,6 +6,25 @@ from .speculative_stats import SpeculationStats
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class SharedKVStats:
+    """Blocks, bytes and seconds of the shared tier since the start.
+
+    `blocks_hit` and `blocks_missed` were looked up. `blocks_failed` were found, but not read in
+    time or not as they were written. `blocks_skipped` were not written, because too many were
+    waiting or the store failed. `bytes_in` were read, `bytes_out` written.
+    """
+
+    blocks_hit: int = 0
+    blocks_missed: int = 0
+    blocks_failed: int = 0
+    blocks_skipped: int = 0
+    bytes_in: int = 0
+    bytes_out: int = 0
+    seconds_in: float = 0.0
+    seconds_out: float = 0.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class SchedulerStats:
     """Sequences by state, blocks by use, totals since the start, and the last step's tokens.
 
@@ -15,6 +34,9 @@ class SchedulerStats:
     host blocks. `kv_slots_used` counts token positions with KV in used blocks, `kv_slots_unused`
     the other positions in them. `speculation` is None without speculative decoding.
     Prefix-cache tokens are counted when a sequence starts first, not when it is recomputed.
+    `host_hit_tokens` and `shared_hit_tokens` of the hits came from host memory and from the shared
+    tier. `swap_seconds` is the time that steps waited for copies to and from host memory. `shared`
+    is None without that tier.
     """
 
     running: int
@@ -36,6 +58,20 @@ class SchedulerStats:
     kv_slots_used: int = 0
     kv_slots_unused: int = 0
     speculation: SpeculationStats | None = None
+    host_hit_tokens: int = 0
+    shared_hit_tokens: int = 0
+    swap_seconds: float = 0.0
+    shared: SharedKVStats | None = None
+
+    @property
+    def device_hit_tokens(self) -> int:
+        """Tokens whose KV was in the device's prefix cache."""
+        return self.prefix_hit_tokens - self.external_hit_tokens
+
+    @property
+    def external_hit_tokens(self) -> int:
+        """Tokens whose KV came from host memory or from the shared tier."""
+        return self.host_hit_tokens + self.shared_hit_tokens
 
     @property
     def kv_waste(self) -> float:

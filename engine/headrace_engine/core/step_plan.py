@@ -72,6 +72,8 @@ class SchedulerOutput:
     (host, device), `copies` (source, destination) for copy-on-write. A block may be in both swaps.
     `zeroed` blocks held recurrent state and get KV now; they are zeroed before `copies`, since bits
     of a state may be infinite or NaN as KV.
+    `saves` (device, host) may be copied while the step computes, which writes none of their blocks;
+    they are complete with its result. A step without runs only has these copies.
     `ahead` means that the result of the step before was not known yet, so runs may end with a
     PENDING token.
     """
@@ -84,6 +86,7 @@ class SchedulerOutput:
     prefill_tokens: int = 0
     ahead: bool = False
     zeroed: tuple[int, ...] = ()
+    saves: tuple[tuple[int, int], ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,6 +17,7 @@ from ..core.pooler_config import PoolerConfig
 from ..core.request import EngineRequest, Sequence, SequenceView
 from ..core.stats import SchedulerStats
 from ..core.step_plan import NO_DRAFTS, PendingStep, SchedulerOutput, StepResult
+from ..kv_cache.shared_kv_cache import SharedKVCache
 from ..scheduler.input_validation import Limits
 from ..scheduler.lora_stats import LoRAStats
 from ..scheduler.policies import Policy, make_policy
@@ -58,6 +59,10 @@ class Runner(Protocol):
     @property
     def host_kv_cache(self) -> HostKVCacheSize | None:
         """The host memory that KV may be swapped to; None if there is none."""
+
+    @property
+    def shared_kv_cache(self) -> SharedKVCache | None:
+        """The tier of KV that outlives this engine; None if the configuration names none."""
 
     @property
     def pooler_config(self) -> PoolerConfig | None:
@@ -120,7 +125,7 @@ class Engine:
         if limits.pooler is not None and not limits.pooler.reuses_prefixes:
             config = replace(config, enable_prefix_caching=False)
         policy = policy or make_policy(config.policy, config.policy_options)
-        self._scheduler = Scheduler(config, limits, policy)
+        self._scheduler = Scheduler(config, limits, policy, runner.shared_kv_cache)
         self._speculator = make_speculator(config, runner.draft_model, runner.draft_head)
         self._pipeline = self._make_pipeline(runner)
         # Last outputs of resumed choices that had ended already; the next step returns them.
@@ -153,7 +158,7 @@ class Engine:
         scheduler_output = self._schedule()
         outputs += self._scheduler.take_aborted_by_policy()
         if scheduler_output is None:
-            assert not self._scheduler.has_work, "sequences wait, but none can be scheduled"
+            self._scheduler.wait_for_work()
             return outputs
         return outputs + self._scheduler.update(scheduler_output, self._execute(scheduler_output))
 
@@ -175,9 +180,15 @@ class Engine:
 
     def _execute(self, scheduler_output: SchedulerOutput) -> StepResult:
         result = self._runner.execute(scheduler_output)
-        if self._speculator is not None:
+        if self._speculator is not None and scheduler_output.scheduled:
             self._speculator.observe(scheduler_output, result)
         return result
+
+    def close(self, seconds: float) -> None:
+        """Waits until the shared tier has written its KV, at most `seconds`. No step may follow."""
+        shared = self._runner.shared_kv_cache
+        if shared is not None and not shared.flush(seconds):
+            logger.warning("some KV was not written to the shared tier")
 
     def sequences(self) -> dict[str, tuple[SequenceView, ...]]:
         """The unfinished sequences by request. Callable from any thread, even if a step hangs."""

@@ -36,7 +36,7 @@ class StepPipeline:
         if not self._flight:
             outputs += self._launch(ahead=False)
             if not self._flight:
-                assert not self._scheduler.has_work, "sequences wait, but none can be scheduled"
+                self._scheduler.wait_for_work()
                 return outputs
             self._advance()
         if self._advanced:

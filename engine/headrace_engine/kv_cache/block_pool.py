@@ -11,6 +11,9 @@ a heap can do. Flat lists need no object for a block.
     ^ allocated from here, so a cached block is evicted only when no other block is left
 """
 
+from collections.abc import Callable, Iterator
+from itertools import islice
+
 from ..core.errors import ConfigError, OutOfBlocks
 
 
@@ -19,7 +22,8 @@ class BlockPool:
 
     `hashes[block]` is the content hash of a full, computed block. It stays when the block is freed,
     until the block is allocated again. Callers may read `ref_counts` and `hashes`, but not write
-    them.
+    them. `on_evicted` is called with a cached block and its hash before the block gets another
+    content.
     """
 
     __slots__ = (
@@ -31,6 +35,7 @@ class BlockPool:
         "num_cached",
         "num_free",
         "num_shared",
+        "on_evicted",
         "ref_counts",
     )
 
@@ -45,6 +50,7 @@ class BlockPool:
         self.num_shared = 0  # the number of blocks with several references
         self.ref_counts = [0] * num_blocks
         self.hashes: list[bytes | None] = [None] * num_blocks
+        self.on_evicted: Callable[[int, bytes], None] | None = None
         self._by_hash: dict[bytes, int] = {}
         # Circular, with a sentinel at index num_blocks, so that the ends need no special cases.
         self._next: list[int] = [*range(1, num_blocks + 1), 0]
@@ -63,7 +69,11 @@ class BlockPool:
         if block == self.num_blocks:
             raise OutOfBlocks(f"all {self.num_blocks} blocks are in use")
         self._take(block)
-        self.forget(block)
+        block_hash = self.hashes[block]
+        if block_hash is not None:
+            if self.on_evicted is not None:
+                self.on_evicted(block, block_hash)
+            self.forget(block)
         return block
 
     def share(self, block: int) -> None:
@@ -93,14 +103,19 @@ class BlockPool:
     def lookup(self, block_hash: bytes) -> int | None:
         return self._by_hash.get(block_hash)
 
-    def register(self, block: int, block_hash: bytes) -> None:
-        """Adds a used block to the prefix cache, unless another block has the same content."""
+    def register(self, block: int, block_hash: bytes) -> bool:
+        """Adds a used block to the prefix cache, unless one with the same content is there.
+
+        Returns whether it was added.
+        """
         assert self.ref_counts[block] > 0, f"block {block} is free and cannot be registered"
         known = self.hashes[block]
         assert known is None or known == block_hash, f"block {block} was overwritten while cached"
-        if known is None and block_hash not in self._by_hash:
-            self.hashes[block] = block_hash
-            self._by_hash[block_hash] = block
+        if known is not None or block_hash in self._by_hash:
+            return False
+        self.hashes[block] = block_hash
+        self._by_hash[block_hash] = block
+        return True
 
     def forget(self, block: int) -> None:
         """Removes a used block from the prefix cache, before its content changes."""
@@ -108,6 +123,16 @@ class BlockPool:
         if block_hash is not None:
             self.hashes[block] = None
             del self._by_hash[block_hash]
+
+    def first_free(self, count: int) -> list[int]:
+        """The free blocks that are allocated next, at most `count`."""
+        return list(islice(self._free(), count))
+
+    def _free(self) -> Iterator[int]:
+        block = self._next[self.num_blocks]
+        while block != self.num_blocks:
+            yield block
+            block = self._next[block]
 
     def _take(self, block: int) -> None:
         before, after = self._prev[block], self._next[block]

@@ -1,7 +1,9 @@
-"""The host side of the KV cache: blocks of sequences that were swapped out of device memory.
+"""The host side of the KV cache: blocks of swapped sequences, and blocks of prefixes.
 
 It assigns host blocks and lists the copies to make; it touches no memory. Full blocks are found by
-the hash of their content, so blocks that several swapped sequences share are stored once.
+the hash of their content, so blocks that several sequences share are stored once. Blocks of
+prefixes are kept while no swapped sequence needs their memory, the least recently used are
+overwritten first.
 """
 
 from ..core.request import Sequence
@@ -20,7 +22,7 @@ class HostBlockTables:
     def __init__(self, num_blocks: int, kv: KVCacheManager) -> None:
         self.pool = BlockPool(num_blocks)
         self._kv = kv
-        # Blocks that the scheduled step still reads; they are released after it.
+        # Blocks that the scheduled step reads or writes; they are released after it.
         self.unsettled: list[int] = []
 
     def fits(self, sequence: Sequence) -> bool:
@@ -65,6 +67,49 @@ class HostBlockTables:
         self.unsettled += host_blocks
         sequence.host_blocks = []
 
+    def matching(self, sequence: Sequence, rows: int) -> list[int]:
+        """The host blocks of the rows after the first `rows`, as far as all of them are known.
+
+        Like `match_prefix`, it never covers the last known token. Valid until a block is saved.
+        """
+        found: list[int] = []
+        if not self._kv.reuses_prefixes(sequence):
+            return found
+        for row in range(rows, (len(sequence.token_ids) - 1) // self._kv.block_size):
+            block = self.pool.lookup(self._kv.block_hash(sequence, row))
+            if block is None:
+                break
+            found.append(block)
+        return found
+
+    def load(self, sequence: Sequence, host_blocks: list[int], moves: Moves) -> None:
+        """Gives a started sequence device blocks with the content of `host_blocks`, its next rows.
+
+        Appends the (host, device) copies to `moves`. The caller has checked that blocks are free.
+        """
+        for host in host_blocks:  # before the device evicts blocks, which are saved here
+            self.pool.share(host)
+        begin = sequence.num_computed_tokens
+        for host in host_blocks:
+            device = self._kv.pool.allocate()
+            sequence.block_table.append(device)
+            moves.append((host, device))
+        sequence.num_computed_tokens += len(host_blocks) * self._kv.block_size
+        self._kv.register(sequence, begin, sequence.num_computed_tokens)
+        self.unsettled += host_blocks
+
+    def save(self, block_hash: bytes) -> int | None:
+        """A host block to copy a block of a prefix to, in the step that is scheduled now.
+
+        None if the content is known here already, or if sequences use all blocks.
+        """
+        if self.pool.lookup(block_hash) is not None or not self.pool.num_free:
+            return None
+        host = self.pool.allocate()
+        self.pool.register(host, block_hash)
+        self.unsettled.append(host)
+        return host
+
     def free(self, sequence: Sequence) -> None:
         """Releases the host blocks of a swapped sequence."""
         for block in reversed(sequence.host_blocks):
@@ -73,7 +118,7 @@ class HostBlockTables:
         sequence.num_computed_tokens = 0
 
     def settle(self) -> None:
-        """Releases the blocks that the last step swapped in."""
+        """Releases the blocks that the last step copied from or to."""
         for block in reversed(self.unsettled):
             self.pool.release(block)
         self.unsettled.clear()

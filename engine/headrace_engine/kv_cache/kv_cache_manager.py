@@ -35,10 +35,20 @@ class KVCacheManager:
 
     `groups` are the groups of the model's layers (None: one group that keeps all positions).
     `max_run` is the most positions of a sequence that a step computes. `state` has the blocks of
-    recurrent states; None if the model has none.
+    recurrent states; None if the model has none. `registered` collects the hashes of blocks that
+    enter the prefix cache, without those of LoRA adapters; None: they are not collected.
     """
 
-    __slots__ = ("_marks", "block_size", "groups", "max_run", "pool", "prefix_caching", "state")
+    __slots__ = (
+        "_marks",
+        "block_size",
+        "groups",
+        "max_run",
+        "pool",
+        "prefix_caching",
+        "registered",
+        "state",
+    )
 
     def __init__(
         self,
@@ -55,6 +65,7 @@ class KVCacheManager:
         self.prefix_caching = prefix_caching
         self.groups = groups or KVGroups()
         self.max_run = max_run
+        self.registered: list[bytes] | None = None
         # Appended to a row's hash, to tell the groups' blocks apart in the prefix cache.
         self._marks = [bytes((group,)) if group else b"" for group in range(self.groups.count)]
 
@@ -75,15 +86,21 @@ class KVCacheManager:
         kept = [table[row + group] for row in range(0, released, count) for group in range(full)]
         return kept + table[released:] + states
 
+    def reuses_prefixes(self, sequence: Sequence) -> bool:
+        """Whether the sequence may begin with KV that was computed for another one.
+
+        Requests with prompt_logprobs may not: they need the logits of the whole prompt.
+        """
+        return self.prefix_caching and sequence.request.params.prompt_logprobs is None
+
     def match_prefix(self, sequence: Sequence) -> list[int]:
         """The cached blocks of the sequence's first tokens, as a table. Takes no reference.
 
-        It never covers the last known token, since that must be computed for its logits. It is
-        empty for requests with prompt_logprobs, which need the logits of the whole prompt. Sliding
+        It never covers the last known token, since that must be computed for its logits. Sliding
         groups have the blocks that the next position sees. With recurrent layers it ends where a
         snapshot of the state is cached. Valid until a block is allocated.
         """
-        if not self.prefix_caching or sequence.request.params.prompt_logprobs is not None:
+        if not self.reuses_prefixes(sequence):
             return []
         groups, rows = self.groups, (len(sequence.token_ids) - 1) // self.block_size
         if groups.window is not None and sequence.request.forks:
@@ -342,10 +359,12 @@ class KVCacheManager:
             self._keep_snapshots(sequence)
         count, full = self.groups.count, self.groups.full
         for row in range(start // self.block_size, end // self.block_size):
-            key = self.block_hash(sequence, row)
+            key, added = self.block_hash(sequence, row), False
             for group in range(full if row < sequence.released else count):
                 block = sequence.block_table[row * count + group]
-                self.pool.register(block, key + self._marks[group])
+                added |= self.pool.register(block, key + self._marks[group])
+            if added and self.registered is not None and sequence.request.lora is None:
+                self.registered.append(key)
 
     def _keep_snapshots(self, sequence: Sequence) -> None:
         assert self.state is not None, "only recurrent states have snapshots"

@@ -39,6 +39,7 @@ class Step:
     scored: tuple[tuple[TokenLogprobs, ...], ...] = ()
     embeddings: tuple[bytes | None, ...] = ()
     swapping: Times | None = None
+    saving: Times | None = None
     # Waits until the sampled tokens are on the host.
     arrive: Mark | None = None
     _host: SamplerOutput | None = None
@@ -90,6 +91,8 @@ class Step:
         """Waits for the step and returns its result for the scheduler."""
         drafts = [item.drafts for item in self.scheduler_output.scheduled if item.samples]
         tokens = self.tokens()
+        if self.saving is not None:
+            self.saving.wait()
         return StepResult(
             group_by_sequence(drafts, tokens) if tokens else (),
             self.embeddings,

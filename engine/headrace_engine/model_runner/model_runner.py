@@ -6,7 +6,7 @@ It decides nothing about sequences and never calls the scheduler.
 import logging
 import time
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -36,6 +36,7 @@ from .future_tokens import FutureTokens, find_future_tokens
 from .host_kv_cache import HostKVCache
 from .input_batch import StepBatch, build
 from .lora_runtime import ANY, LoRARuntime
+from .shared_folder import share_kv_cache
 
 logger = logging.getLogger(__name__)
 
@@ -85,6 +86,7 @@ class ModelRunner:
         self._allocate(self.num_blocks)
         if config.swap_space:
             self.host_kv_cache = HostKVCache(config, self._caches, placed.peers)
+        self.shared_kv_cache = share_kv_cache(config, placed, self.host_kv_cache)
         if self.draft_model is not None:
             self.draft_model.serve(self.num_blocks, self.vocab_size, self.eos_token_ids)
         logger.info("KV cache allocated", extra={"blocks": self.num_blocks})
@@ -127,6 +129,8 @@ class ModelRunner:
 
     def execute(self, scheduler_output: SchedulerOutput) -> StepResult:
         """Copies blocks, computes the step's runs and samples; waits for the result."""
+        if not scheduler_output.scheduled:
+            return self._save(scheduler_output)
         begun = self._clock()
         step = Step(scheduler_output, self._build(scheduler_output))
         self._launch(step)
@@ -142,6 +146,8 @@ class ModelRunner:
 
         A step with `ahead` may read tokens that the step submitted last samples.
         """
+        if not scheduler_output.scheduled:
+            return _EndedStep(self._save(scheduler_output))
         before = self._last if scheduler_output.ahead else None
         future_tokens = find_future_tokens(
             scheduler_output, None if before is None else before.scheduler_output
@@ -171,6 +177,7 @@ class ModelRunner:
         with torch.inference_mode():
             if self.host_kv_cache is not None:
                 step.swapping = self.host_kv_cache.swap(scheduler_output)
+                step.saving = self.host_kv_cache.save(scheduler_output)
             if scheduler_output.zeroed:
                 self._placed.zero_blocks(self._caches, scheduler_output.zeroed)
             if scheduler_output.copies:
@@ -187,6 +194,14 @@ class ModelRunner:
                 logits = logits[: len(batch.sampling)]
             if rows := step.rows():
                 step.sampled = self._sampler.choose(logits, rows)
+
+    def _save(self, scheduler_output: SchedulerOutput) -> StepResult:
+        """Makes the copies of a step without runs, and waits for them. No step is in flight."""
+        assert self.host_kv_cache is not None, "there is memory to copy to"
+        times = self.host_kv_cache.save(scheduler_output)
+        if times is not None:
+            times.wait()
+        return StepResult(())
 
     def _embed(
         self, pooler: Pooler, scheduler_output: SchedulerOutput, batch: ForwardBatch
@@ -322,3 +337,13 @@ class ModelRunner:
             return None
         assert isinstance(model, HeadTarget), "a model with a head leaves its states"
         return DraftHeadRunner(head, model, self._placed, self._config, self._sampler)
+
+
+@dataclass(frozen=True, slots=True)
+class _EndedStep:
+    """A step that had ended when it was submitted."""
+
+    ended: StepResult
+
+    def result(self) -> StepResult:
+        return self.ended

@@ -53,6 +53,7 @@ VLLM_ARGUMENTS: Mapping[str, Meaning] = {
     "kv_cache_memory_bytes": Renamed("kv_cache_bytes"),
     "num_gpu_blocks_override": Renamed("num_blocks"),
     "scheduling_policy": Renamed("policy"),
+    "kv_offloading_size": Renamed("swap_space"),
     "override_pooler_config": Renamed("pooler_config"),
     "runner": Renamed("task", _TASKS),
     "trust_remote_code": Ignored(
@@ -79,7 +80,6 @@ VLLM_ARGUMENTS: Mapping[str, Meaning] = {
     "cpu_offload_gb": Fixed(
         (None, 0), "weights stay on the device: use quantization or tensor_parallel_size"
     ),
-    "kv_offloading_size": Fixed((None, 0), "use swap_space"),
     "preemption_mode": Fixed((None,), "the engine measures whether to swap or to recompute"),
     "num_lookahead_slots": Fixed((None, 0), "use speculative_config"),
     "num_scheduler_steps": Fixed((None, 1), "leave it out: async_scheduling hides the scheduler"),

@@ -62,7 +62,9 @@ def _counters(stats: SchedulerStats, labels: dict[str, str]) -> Iterator[Metric]
     looked_up = stats.prefix_hit_tokens + stats.prefix_miss_tokens
     yield Counter(names.VLLM_PREEMPTIONS, labels, stats.preemptions + stats.swaps)
     yield Counter(names.VLLM_PREFIX_CACHE_QUERIES, labels, looked_up)
-    yield Counter(names.VLLM_PREFIX_CACHE_HITS, labels, stats.prefix_hit_tokens)
+    yield Counter(names.VLLM_PREFIX_CACHE_HITS, labels, stats.device_hit_tokens)
+    yield Counter(names.VLLM_EXTERNAL_QUERIES, labels, looked_up - stats.device_hit_tokens)
+    yield Counter(names.VLLM_EXTERNAL_HITS, labels, stats.external_hit_tokens)
     speculation = stats.speculation
     if speculation is not None:
         yield Counter(names.VLLM_SPEC_DRAFTS, labels, speculation.drafts)

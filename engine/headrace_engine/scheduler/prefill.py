@@ -8,6 +8,7 @@ from ..core.request import Sequence, State
 from ..core.step_plan import ScheduledSequence
 from ..kv_cache.kv_cache_manager import Copies
 from .preemption import Preemption
+from .prefix_tiers import PrefixTiers
 from .request_queue import Key, LazyHeap, Queue
 from .sequence_group import SequenceGroup
 from .state import SchedulerState
@@ -33,6 +34,7 @@ class PrefillScheduler:
         swapping: Swapping | None,
         watermark: int,
         *,
+        tiers: PrefixTiers | None = None,
         whole_prompts: bool = False,
     ) -> None:
         self._state = state
@@ -40,6 +42,7 @@ class PrefillScheduler:
         self._policy = state.policy
         self._preemption = preemption
         self._swapping = swapping
+        self._tiers = tiers
         self._watermark = watermark
         self._whole_prompts = whole_prompts
         self.prefix_hits = 0
@@ -191,7 +194,10 @@ class PrefillScheduler:
         group = self._state.group_of(sequence)
         if sequence is not group.leader:
             return False
-        tokens = len(sequence.token_ids) - self._kv.rows_of(matched) * self._kv.block_size
+        rows = self._kv.rows_of(matched)
+        tokens = len(sequence.token_ids) - rows * self._kv.block_size
+        if self._tiers is not None:
+            tokens -= self._tiers.tokens_on_host(sequence, rows)
         reason = self._policy.refusal(sequence, tokens)
         if reason is not None:
             self._state.end(group, reason)
@@ -223,6 +229,8 @@ class PrefillScheduler:
             self._swapping.swap_in(sequence, matched)
         else:
             self._kv.start(sequence, matched)
+            if self._tiers is not None:
+                self._tiers.load(sequence, counted=sequence.state is State.WAITING)
         if sequence.state is State.WAITING:
             hits = sequence.num_computed_tokens
             sequence.cached_tokens = min(hits, sequence.prompt_length)

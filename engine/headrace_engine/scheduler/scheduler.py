@@ -22,6 +22,7 @@ from ..core.step_cost import PrefillDecodeCosts
 from ..core.step_plan import NO_DRAFTS, Drafts, ScheduledSequence, SchedulerOutput, StepResult
 from ..kv_cache.host_block_tables import HostBlockTables
 from ..kv_cache.kv_cache_manager import Copies, KVCacheManager, unused_slots
+from ..kv_cache.shared_kv_cache import SharedKVCache
 from .async_scheduling import advance
 from .buffered_outputs import BufferedOutputs
 from .input_validation import Limits, check_request
@@ -30,6 +31,7 @@ from .policies import Policy
 from .preemption import Preemption
 from .prefill import PrefillScheduler
 from .prefill_budget import PrefillBudget
+from .prefix_tiers import PrefixTiers
 from .sequence_group import SequenceGroup, open_group
 from .snapshots import SnapshotScheduler
 from .spec_decode import DraftScheduler
@@ -37,6 +39,8 @@ from .state import SchedulerState
 from .stop_checker import StopRule
 from .swapping import Swapping
 
+# Seconds after which the engine looks again for new requests.
+LONGEST_WAIT = 0.01
 NO_MOVES: tuple[tuple[()], tuple[()]] = ((), ())
 
 
@@ -44,10 +48,17 @@ class Scheduler:
     """Owns all sequences and their blocks.
 
     `schedule` and `update` alternate; after an `advance` one more `schedule` may come before the
-    `update`. `add` and `abort` may come at any time between calls.
+    `update`. `add` and `abort` may come at any time between calls. `shared` has KV that outlives
+    this engine; None: there is no such tier.
     """
 
-    def __init__(self, config: EngineConfig, limits: Limits, policy: Policy) -> None:
+    def __init__(
+        self,
+        config: EngineConfig,
+        limits: Limits,
+        policy: Policy,
+        shared: SharedKVCache | None = None,
+    ) -> None:
         self._limits = limits
         self._policy = policy
         self._token_budget = config.max_num_batched_tokens
@@ -74,12 +85,14 @@ class Scheduler:
         )
         self._costs = PrefillDecodeCosts()
         self._swapping = None if host is None else Swapping(self._state, host, self._costs)
+        self._tiers = self._make_tiers(config, shared)
         self._preemption = Preemption(self._state, self._swapping, self._watermark)
         self._prefill = PrefillScheduler(
             self._state,
             self._preemption,
             self._swapping,
             self._watermark,
+            tiers=self._tiers,
             whole_prompts=limits.pooler is not None and limits.pooler.bidirectional,
         )
         self._buffered = BufferedOutputs(self._state, limits)
@@ -93,9 +106,38 @@ class Scheduler:
         # Sequences whose state the present update has set back to the one before their drafts.
         self._rolled_back: list[Sequence] = []
 
+    def _make_tiers(self, config: EngineConfig, shared: SharedKVCache | None) -> PrefixTiers | None:
+        """The tiers below the prefix cache.
+
+        None if the device's blocks alone are not what a sequence needs to go on: with a sliding
+        window, whose blocks are released, or with a draft model, which has KV of its own.
+        """
+        window = self.kv_cache.groups.window
+        if not config.enable_prefix_caching or window is not None or config.has_draft_model:
+            return None
+        if self._swapping is None:
+            return None
+        step_blocks = config.max_num_batched_tokens // self._limits.block_size + self._max_running
+        return PrefixTiers(self._state, self._swapping, self._costs, shared, step_blocks)
+
     @property
     def has_work(self) -> bool:
-        return bool(self._state.groups)
+        return bool(self._state.groups) or (self._tiers is not None and self._tiers.has_saves)
+
+    def wait_for_work(self) -> None:
+        """Waits shortly for KV from the shared tier, which requests need before they start.
+
+        Called when no step could be scheduled, although no step is in flight.
+        """
+        fetching = self._tiers is not None and self._tiers.fetching
+        assert fetching or not self.has_work, "sequences wait, but none can be scheduled"
+        if self._tiers is not None and self._tiers.shared is not None and fetching:
+            self._tiers.shared.wait(LONGEST_WAIT)
+
+    @property
+    def prefix_tiers(self) -> PrefixTiers | None:
+        """The tiers below the prefix cache; None if there are none."""
+        return self._tiers
 
     @property
     def host_block_tables(self) -> HostBlockTables | None:
@@ -165,6 +207,7 @@ class Scheduler:
 
     def stats(self) -> SchedulerStats:
         pool, state, swapping = self.kv_cache.pool, self._state, self._swapping
+        tiers = self._tiers
         running, swapped = state.num_running, len(state.swapped)
         unused = unused_slots(state.running(), self._limits.block_size, self.kv_cache.groups.count)
         block_bytes = self._limits.bytes_per_block
@@ -187,6 +230,10 @@ class Scheduler:
             host_blocks_free=0 if swapping is None else swapping.host.pool.num_free,
             kv_slots_used=pool.num_used * self._limits.block_size - unused,
             kv_slots_unused=unused,
+            host_hit_tokens=0 if tiers is None else tiers.host_hits,
+            shared_hit_tokens=0 if tiers is None else tiers.shared_hits,
+            swap_seconds=0.0 if swapping is None else swapping.seconds,
+            shared=None if tiers is None or tiers.shared is None else tiers.shared.stats(),
         )
 
     def add(self, request: EngineRequest) -> list[SequenceOutput]:
@@ -202,12 +249,18 @@ class Scheduler:
         self._arrivals += 1
         key = self._policy.key(request, self._arrivals)
         if request.params.answers_at_end:
-            self._state.open(self._buffered.open(request, key, rule))
+            self._open(self._buffered.open(request, key, rule))
             return []
         group, ended = open_group(request, key, rule)
         if group.sequences:
-            self._state.open(group)
+            self._open(group)
         return ended
+
+    def _open(self, group: SequenceGroup) -> None:
+        """Adds a new request. It is queued now, or when its KV has been fetched."""
+        self._state.open(group)
+        if self._tiers is None or not self._tiers.hold(group):
+            self._state.queue_leader(group)
 
     def abort(self, request_id: str, choice: int | None = None) -> None:
         """Ends one choice, or all choices, without output. Ignores unknown requests."""
@@ -273,19 +326,30 @@ class Scheduler:
         if state.waiting or state.swapped:
             budget = self._prefill.start_waiting(budget, scheduled, copies)
         if not scheduled:
-            return None
+            return None if ahead else self._save_only()
         prefill = room - budget
         tokens = decodes + prefill
         if drafts and (rest := self._token_budget - tokens):
             tokens += self._draft_scheduler.add(drafts, scheduled, decodes, rest, copies)
         if self._snapshots is not None:
             self._snapshots.take(scheduled)
+        saves = () if self._tiers is None else self._tiers.take_saves()
         moves = NO_MOVES if swapping is None else swapping.take()
         states = self.kv_cache.state
         zeroed = () if states is None else states.take_zeroed()
         return SchedulerOutput(
-            tuple(scheduled), tuple(copies), tokens, *moves, prefill, ahead, zeroed
+            tuple(scheduled), tuple(copies), tokens, *moves, prefill, ahead, zeroed, saves
         )
+
+    def _save_only(self) -> SchedulerOutput | None:
+        """A step that only copies blocks for the shared tier, if nothing else is to be done."""
+        if self._state.groups or self._tiers is None or not self._tiers.has_saves:
+            return None
+        saves = self._tiers.take_saves()
+        if saves:
+            return SchedulerOutput((), (), 0, saves=saves)
+        self._tiers.update()
+        return None
 
     def _end_and_preempt(self, ahead: bool) -> list[Sequence] | None:
         """Ends expired requests and preempts sequences; returns the decodes that need a block.
@@ -297,6 +361,8 @@ class Scheduler:
             self._swapping.host.settle()
         if self.kv_cache.state is not None:
             self.kv_cache.state.settle()
+        if self._tiers is not None:
+            self._tiers.begin_step()
         for request_id, reason in policy.expired():
             state.end(state.groups[request_id], reason)
         if policy.preempts and (state.waiting or state.swapped):
@@ -352,6 +418,8 @@ class Scheduler:
         self._costs.observe(self._step_decode, self._step_prefill, computing)
         if self._swapping is not None:
             self._swapping.observe(scheduler_output, result)
+        if self._tiers is not None:
+            self._tiers.update()
 
     def _score(self, scheduler_output: SchedulerOutput, result: StepResult) -> None:
         """Collects log probabilities of prompts until the first output of their requests."""

@@ -96,13 +96,13 @@ class SchedulerState:
         return (group.key, sequence.choice)
 
     def open(self, group: SequenceGroup) -> None:
-        """Adds a new request and queues its leader."""
+        """Adds a new request."""
         self.groups[group.request.request_id] = group
         self.unfinished += len(group.sequences)
         self.policy.arrived(group.request)
-        self.queue_leader(group)
 
     def queue_leader(self, group: SequenceGroup) -> None:
+        """Queues the choice of a request that computes the prompt for the others."""
         leader = group.next_leader()
         if leader is not None:
             self.waiting.push((group.key, leader.choice), leader)

@@ -238,6 +238,27 @@ def _swapped(now: _Snapshot) -> Iterable[tuple[dict[str, str], float]]:
     yield {names.KIND: "in"}, now.stats.swap_in_bytes
 
 
+def _shared(now: _Snapshot) -> Iterable[tuple[dict[str, str], float]]:
+    if now.stats.shared is not None:
+        yield {names.KIND: "out"}, now.stats.shared.bytes_out
+        yield {names.KIND: "in"}, now.stats.shared.bytes_in
+
+
+def _shared_blocks(now: _Snapshot) -> Iterable[tuple[dict[str, str], float]]:
+    shared = now.stats.shared
+    if shared is not None:
+        yield {names.RESULT: "hit"}, shared.blocks_hit
+        yield {names.RESULT: "miss"}, shared.blocks_missed
+        yield {names.RESULT: "failed"}, shared.blocks_failed
+        yield {names.RESULT: "skipped"}, shared.blocks_skipped
+
+
+def _copy_time(now: _Snapshot) -> Iterable[tuple[dict[str, str], float]]:
+    yield {names.PLACE: "host"}, now.stats.swap_seconds
+    if now.stats.shared is not None:
+        yield {names.PLACE: "shared"}, now.stats.shared.seconds_in
+
+
 def _preemptions(now: _Snapshot) -> Iterable[tuple[dict[str, str], float]]:
     yield {names.KIND: "recompute"}, now.stats.preemptions
     yield {names.KIND: "swap"}, now.stats.swaps
@@ -246,6 +267,12 @@ def _preemptions(now: _Snapshot) -> Iterable[tuple[dict[str, str], float]]:
 def _prefix_cache(now: _Snapshot) -> Iterable[tuple[dict[str, str], float]]:
     yield {names.RESULT: "hit"}, now.stats.prefix_hit_tokens
     yield {names.RESULT: "miss"}, now.stats.prefix_miss_tokens
+
+
+def _prefix_hits(now: _Snapshot) -> Iterable[tuple[dict[str, str], float]]:
+    yield {names.PLACE: "device"}, now.stats.device_hit_tokens
+    yield {names.PLACE: "host"}, now.stats.host_hit_tokens
+    yield {names.PLACE: "shared"}, now.stats.shared_hit_tokens
 
 
 def _speculation(now: _Snapshot) -> Iterable[tuple[dict[str, str], float]]:
@@ -269,7 +296,11 @@ _GAUGES: tuple[tuple[names.Metric, _Read], ...] = (
 _COUNTERS: tuple[tuple[names.Metric, _Read], ...] = (
     (names.ENGINE_PREEMPTIONS, _preemptions),
     (names.ENGINE_KV_SWAPPED, _swapped),
+    (names.ENGINE_KV_SHARED, _shared),
+    (names.ENGINE_KV_SHARED_BLOCKS, _shared_blocks),
+    (names.ENGINE_KV_COPY_TIME, _copy_time),
     (names.ENGINE_PREFIX_CACHE_TOKENS, _prefix_cache),
+    (names.ENGINE_PREFIX_CACHE_HITS, _prefix_hits),
     (names.ENGINE_SPEC_TOKENS, _speculation),
     (names.ENGINE_TOKENS, _tokens),
 )
@@ -311,7 +342,17 @@ class _VllmNames(Collector):
         yield self._counter(names.VLLM_PROMPT_TOKENS, "Prompt tokens.", now.input_tokens)
         yield self._counter(names.VLLM_GENERATION_TOKENS, "Output tokens.", now.output_tokens)
         yield self._counter(names.VLLM_PREFIX_CACHE_QUERIES, "Tokens looked up.", queries)
-        yield self._counter(names.VLLM_PREFIX_CACHE_HITS, "Tokens found.", stats.prefix_hit_tokens)
+        yield self._counter(names.VLLM_PREFIX_CACHE_HITS, "Tokens found.", stats.device_hit_tokens)
+        yield self._counter(
+            names.VLLM_EXTERNAL_QUERIES,
+            "Tokens looked up in host memory and the shared tier.",
+            queries - stats.device_hit_tokens,
+        )
+        yield self._counter(
+            names.VLLM_EXTERNAL_HITS,
+            "Tokens found in host memory or the shared tier.",
+            stats.external_hit_tokens,
+        )
         if stats.speculation is not None:
             yield from self._speculation(stats.speculation)
         if now.lora_stats is not None:

@@ -116,7 +116,16 @@ class EngineSettings(BaseSettings):
     swap_space: float = Field(
         0.0,
         ge=0,
-        description="GiB of host memory for the KV of preempted requests; 0: none",
+        description="GiB of host memory for the KV of preempted requests and of prefixes that the "
+        "device has no room for; 0: none; docs/memory.md",
+    )
+    kv_offloading_folder: str | None = Field(
+        None,
+        description="folder in which engines share the KV of prefixes, also after a restart; needs "
+        "swap_space; docs/memory.md",
+    )
+    kv_offloading_folder_size: float = Field(
+        10.0, gt=0, description="the most GiB of that folder, for all engines together"
     )
     max_num_seqs: int = Field(64, ge=1, description="the most sequences that run at once")
     max_num_batched_tokens: int = Field(2048, ge=1, description="the most tokens in a step")
@@ -299,6 +308,8 @@ class EngineSettings(BaseSettings):
             num_blocks=self.num_blocks,
             memory_utilization=self.memory_utilization,
             swap_space=self.swap_space,
+            kv_offloading_folder=self.kv_offloading_folder,
+            kv_offloading_folder_size=self.kv_offloading_folder_size,
             max_num_seqs=self.max_num_seqs,
             max_num_batched_tokens=self.max_num_batched_tokens,
             itl_target=self.itl_target,

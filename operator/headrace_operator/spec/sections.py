@@ -171,7 +171,11 @@ class EngineSettingsSpec(SpecSection):
     memory_utilization: float | None = Field(None, gt=0, le=1, strict=False)
     """Share of the GPU's total memory that may be in use; on CPUs of the available memory."""
     swap_space: float | None = Field(None, ge=0, strict=False)
-    """GiB of host memory that KV may be swapped to."""
+    """GiB of host memory for KV that the device has no room for."""
+    kv_offloading_folder: str | None = Field(None, min_length=1, max_length=4096)
+    """Folder in which engines share the KV of prefixes, also after a restart."""
+    kv_offloading_folder_size: float | None = Field(None, gt=0, strict=False)
+    """GiB of that folder at most, for all engines together."""
     max_num_seqs: int | None = Field(None, ge=1)
     """Sequences that run at once."""
     max_num_batched_tokens: int | None = Field(None, ge=1)

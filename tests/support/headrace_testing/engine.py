@@ -96,7 +96,9 @@ class Rig:
         self, runner: FakeRunner, config: EngineConfig, policy: Policy | None = None
     ) -> None:
         self.runner = runner
-        self.scheduler = Scheduler(config, limits_of(runner), policy or Fcfs())
+        self.scheduler = Scheduler(
+            config, limits_of(runner), policy or Fcfs(), runner.shared_kv_cache
+        )
         self.outputs: list[SequenceOutput] = []
 
     def add(self, *requests: EngineRequest) -> None:

@@ -1,6 +1,7 @@
 """A runner without a model, which checks what a scheduler must get right about KV blocks.
 
-Its "KV" of a position is (token, position, digest of all tokens up to there). In each step it
+Its "KV" of a position is (token, position, digest of all tokens up to there, of the cache salt and
+of the adapter). In each step it
 makes the step's copies, writes the computed positions, and then looks up every position of each
 scheduled sequence through its block table: an aliased, stale or wrongly cached block shows at once.
 A recurrent state is such a value in each of its blocks. All states are read before any is written,
@@ -13,6 +14,7 @@ from copy import copy
 from dataclasses import dataclass, replace
 from functools import cache
 from hashlib import blake2b
+from zlib import crc32
 
 import numpy as np
 import numpy.typing as npt
@@ -22,6 +24,7 @@ from headrace_engine.core.outputs import SampledToken, TokenLogprobs
 from headrace_engine.core.pooler_config import PoolerConfig
 from headrace_engine.core.request import PENDING, EngineRequest, FinishReason, Sequence, State
 from headrace_engine.core.step_plan import SampleRow, ScheduledSequence, SchedulerOutput, StepResult
+from headrace_engine.kv_cache.shared_kv_cache import SharedKVCache
 from headrace_engine.scheduler.beam_search import Beam, BeamSearch, Hypothesis
 from headrace_engine.scheduler.stop_checker import Stop, StopRule
 from headrace_engine.speculative.draft_proposer import Drafter
@@ -77,6 +80,7 @@ class FakeRunner:
         self.draft_head: DraftingHead | None = None
         self.adapters = frozenset(ADAPTERS)
         self.steps: list[SchedulerOutput] = []
+        self.shared_kv_cache: SharedKVCache | None = None
         self.host_kv_cache = FakeHostKVCache(num_host_blocks) if num_host_blocks else None
         self._prompt_seconds = prompt_seconds
         self._block_seconds = block_seconds
@@ -105,6 +109,8 @@ class FakeRunner:
             self._advance_states(scheduler_output)
         for item in scheduler_output.scheduled:
             self._write(item)
+        # A device may make these copies at any time during the step.
+        _copy(self._kv, self._host, scheduler_output.saves)
         for item in scheduler_output.scheduled:
             self._check(item)
         sampling = [item for item in scheduler_output.scheduled if item.samples]
@@ -112,6 +118,10 @@ class FakeRunner:
         seconds, swapping = self._seconds(scheduler_output)
         scored = tuple(_scores(item) for item in scheduler_output.scheduled if item.scores)
         return StepResult(sampled, seconds=seconds, swap_seconds=swapping, scored=scored)
+
+    def buffers(self, block: int) -> list[memoryview]:
+        """The memory of a host block."""
+        return [memoryview(self._host[block].reshape(-1).view(np.uint8))]
 
     def submit(self, scheduler_output: SchedulerOutput) -> "FakeStep":
         """Computes the step only when its result is requested: as late as a device may be."""
@@ -254,7 +264,7 @@ class FakeRunner:
         return int.from_bytes(digest, "big") % self.vocab_size
 
     def _write(self, item: ScheduledSequence) -> None:
-        values = kv_values([*item.sequence.token_ids, *item.drafts])
+        values = sequence_values(item)
         for table in self._tables(item.sequence):
             for position in range(item.start, item.start + item.length + len(item.drafts)):
                 slot = table[position // self.block_size], position % self.block_size
@@ -267,7 +277,7 @@ class FakeRunner:
         owners: dict[int, Sequence] = {}
         for item in scheduler_output.scheduled:
             sequence, start, size = item.sequence, item.start, self.kv_groups.state
-            values = kv_values([*sequence.token_ids, *item.drafts])
+            values = sequence_values(item)
             source = sequence.state_source or sequence.state_blocks
             if start:
                 found = [self._states.get(block) for block in source]
@@ -299,7 +309,7 @@ class FakeRunner:
         assert len(sequence.block_table) == rows * groups.count, "not the blocks that tokens need"
         assert end < self.max_model_len, "nothing follows the last token of the context"
         held: list[int] = []
-        wanted = np.array(kv_values([*sequence.token_ids, *item.drafts])[:end])
+        wanted = np.array(sequence_values(item)[:end])
         for group, table in enumerate(self._tables(sequence)):
             slides = group >= groups.full
             held += table[sequence.released if slides else 0 :]
@@ -392,7 +402,7 @@ def _copy(source: Blocks, destination: Blocks, pairs: tuple[tuple[int, int], ...
 
 def check_scheduler_output(scheduler_output: SchedulerOutput) -> None:
     """Asserts what every SchedulerOutput promises."""
-    assert scheduler_output.scheduled, "an empty step"
+    assert scheduler_output.scheduled or scheduler_output.saves, "an empty step"
     assert scheduler_output.num_tokens == sum(
         item.length + len(item.drafts) for item in scheduler_output.scheduled
     )
@@ -402,7 +412,8 @@ def check_scheduler_output(scheduler_output: SchedulerOutput) -> None:
     destinations = [destination for _, destination in scheduler_output.copies]
     assert len(set(destinations)) == len(destinations), "two copies into one block"
     assert sources.isdisjoint(destinations), "copies depend on their order"
-    for moves in (scheduler_output.swap_out, scheduler_output.swap_in):
+    to_host = (*scheduler_output.swap_out, *scheduler_output.saves)
+    for moves in (to_host, scheduler_output.swap_in):
         assert len({to for _, to in moves}) == len(moves), "two copies into one block"
     for item in scheduler_output.scheduled:
         known = len(item.sequence.token_ids)
@@ -412,8 +423,15 @@ def check_scheduler_output(scheduler_output: SchedulerOutput) -> None:
         assert item.samples or not item.drafts, "drafts following tokens that are not run"
 
 
-def kv_values(tokens: Tokens[int]) -> list[tuple[int, int, int]]:
-    values, digest = [], 17
+def sequence_values(item: ScheduledSequence) -> list[tuple[int, int, int]]:
+    """The values of a run and of all positions before it."""
+    request = item.sequence.request
+    seed = crc32(repr((request.cache_salt, request.lora)).encode())
+    return kv_values([*item.sequence.token_ids, *item.drafts], seed)
+
+
+def kv_values(tokens: Tokens[int], digest: int = 17) -> list[tuple[int, int, int]]:
+    values = []
     for position, token in enumerate(tokens):
         digest = (digest * 6364136223846793005 + token + 1442695040888963407) & _MASK
         values.append((token, position, digest))

@@ -1,4 +1,5 @@
-"""The scheduler and its blocks under random arrivals, aborts, preemptions, drafts and policies.
+"""The scheduler and its blocks under random arrivals, aborts, preemptions, drafts, policies and
+tiers of the prefix cache.
 
 Hypothesis drives an engine with a pool so small that sequences preempt each other. The fake runner
 checks each step's KV and recurrent states; the invariants check the block counts between steps.
@@ -29,6 +30,7 @@ from headrace_testing.engine import limits_of
 from headrace_testing.fake_grammar import fake_grammar
 from headrace_testing.fake_runner import ADAPTERS, FakeRunner, expected_scores
 from headrace_testing.free_blocks import free_blocks
+from headrace_testing.shared_kv import ManualTier, MemoryStore
 
 SHARED = tuple(range(1, 25))
 SALTS = (b"", b"tenant-a", b"tenant-b")
@@ -70,6 +72,8 @@ class SchedulerMachine(RuleBasedStateMachine):
         state=st.sampled_from([0, 0, 1, 3]),
         max_loras=st.sampled_from([None, 1, 2]),
         pipelined=st.booleans(),
+        shared=st.booleans(),
+        jobs_a_step=st.sampled_from([None, 1, 0]),
     )
     def start(
         self,
@@ -89,6 +93,8 @@ class SchedulerMachine(RuleBasedStateMachine):
         state: int,
         max_loras: int | None,
         pipelined: bool,
+        shared: bool,
+        jobs_a_step: int | None,
     ) -> None:
         self.most_drafts = most_drafts
         if state:  # with layers that keep one window, or all positions
@@ -96,17 +102,22 @@ class SchedulerMachine(RuleBasedStateMachine):
         groups = KVGroups(state=state)
         if window is not None:
             groups = KVGroups(*kinds, window, state, chunked)
+        num_host_blocks = num_host_blocks if groups.count == 1 and not groups.state else 0
         self.runner = FakeRunner(
             num_blocks=rows * groups.count + groups.state,
             block_size=block_size,
             max_model_len=60,
-            num_host_blocks=num_host_blocks if groups.count == 1 and not groups.state else 0,
+            num_host_blocks=num_host_blocks,
             prompt_seconds=1.0,
             block_seconds=block_seconds,
             kv_groups=groups,
         )
-        limits = limits_of(self.runner)
-        config = EngineConfig(
+        self.jobs_a_step = jobs_a_step
+        self.tier: ManualTier | None = None
+        if shared and num_host_blocks and window is None:
+            self.tier = ManualTier(self.runner, MemoryStore(), 1000, most_writing=8)
+            self.runner.shared_kv_cache = self.tier.cache
+        self.config = EngineConfig(
             model="fake",
             max_num_seqs=max_num_seqs,
             max_num_batched_tokens=budget,
@@ -116,14 +127,48 @@ class SchedulerMachine(RuleBasedStateMachine):
             max_loras=max_loras or 1,
         )
         self.max_loras = max_loras
-        options = OPTIONS.get(policy, {})
         self.pipelined = pipelined
         self.grammar = fake_grammar(self.runner.vocab_size)
         self.policy = policy
-        self.scheduler = Scheduler(config, limits, make_policy(policy, options, lambda: self.now))
-        self.pipeline = StepPipeline(self.scheduler, self.runner.submit)
+        self.make_scheduler()
         self.max_running = min(max_num_seqs, budget)
         self.rows, self.capacity = rows, self.runner.capacity
+
+    def make_scheduler(self) -> None:
+        policy = make_policy(self.policy, OPTIONS.get(self.policy, {}), lambda: self.now)
+        self.scheduler = Scheduler(
+            self.config, limits_of(self.runner), policy, self.runner.shared_kv_cache
+        )
+        self.pipeline = StepPipeline(self.scheduler, self.runner.submit)
+
+    @precondition(lambda self: self.tier and not self.scheduler.has_work and not self.pipeline.busy)
+    @rule()
+    def replace_the_engine(self) -> None:
+        """Another engine takes the place of an idle one, with the same shared tier."""
+        assert self.tier is not None
+        self.tier.jobs.run()
+        old = self.runner
+        self.runner = FakeRunner(
+            num_blocks=old.num_blocks,
+            block_size=old.block_size,
+            max_model_len=old.max_model_len,
+            num_host_blocks=0 if old.host_kv_cache is None else old.host_kv_cache.num_blocks,
+            kv_groups=old.kv_groups,
+        )
+        self.tier = ManualTier(self.runner, self.tier.store, 1000, most_writing=8)
+        self.runner.shared_kv_cache = self.tier.cache
+        self.make_scheduler()
+
+    @precondition(lambda self: self.tier and self.tier.store.blocks)
+    @rule(data=st.data(), damaged=st.booleans())
+    def lose_a_shared_block(self, data: st.DataObject, damaged: bool) -> None:
+        assert self.tier is not None
+        store = self.tier.store
+        block_hash = data.draw(st.sampled_from(sorted(store.blocks)))
+        if damaged:
+            store.lost.add(block_hash)
+        else:
+            del store.blocks[block_hash]
 
     @rule(
         shared=st.integers(0, 24),
@@ -261,6 +306,9 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.aborted.update((request_id, index) for index in hit)
 
     def one_step(self) -> None:
+        if self.tier is not None:
+            self.tier.jobs.run(self.jobs_a_step, Random(self.now))
+            self.tier.now += 10.0
         if self.pipelined:
             self.now += 1.0
             self.collect(self.pipeline.step())
@@ -276,10 +324,12 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.now += 1.0
         scheduler_output = self.scheduler.schedule(self.drafts())
         aborted_by_policy = self.scheduler.take_aborted_by_policy()
-        assert scheduler_output is not None or aborted_by_policy, (
+        tiers = self.scheduler.prefix_tiers
+        waits = tiers is not None and (tiers.fetching or not self.scheduler.has_work)
+        assert scheduler_output is not None or aborted_by_policy or waits, (
             "there is work, but nothing is scheduled"
         )
-        assert scheduler_output is not None or not self.scheduler.has_work
+        assert scheduler_output is not None or waits or not self.scheduler.has_work
         self.collect(aborted_by_policy)
         return scheduler_output
 
@@ -396,6 +446,8 @@ class SchedulerMachine(RuleBasedStateMachine):
             return
         references = Counter(block for seq in swapped for block in seq.host_blocks)
         references.update(host.unsettled)
+        tiers = self.scheduler.prefix_tiers
+        references.update([] if tiers is None else tiers.held_blocks)
         blocks = range(host.pool.num_blocks)
         assert host.pool.ref_counts == [references[block] for block in blocks]
         size = self.scheduler.kv_cache.block_size
@@ -425,6 +477,9 @@ class SchedulerMachine(RuleBasedStateMachine):
         assert stats.blocks_used == stats.running == stats.waiting == stats.swapped == 0
         host = self.scheduler.host_block_tables
         if host is not None:
+            if self.tier is not None:
+                self.tier.jobs.run()
+                assert self.scheduler.schedule() is None
             host.settle()
             assert host.pool.num_used == 0, "host blocks leak"
         assert self.ended | self.aborted == set(self.outputs)

@@ -19,8 +19,8 @@ from headrace_engine.engine.engine import Engine
 from headrace_engine.kv_cache.host_block_tables import HostBlockTables, Moves
 from headrace_engine.kv_cache.kv_cache_manager import KVCacheManager
 from headrace_engine.model_runner.model_runner import ModelRunner
+from headrace_engine.scheduler.copy_costs import CopyCosts
 from headrace_engine.scheduler.policies import make_policy
-from headrace_engine.scheduler.swap_costs import SwapCosts
 from headrace_testing.engine import Rig, make_config, make_request, make_rig
 
 CheckpointMaker = Callable[[str], Path]
@@ -205,10 +205,10 @@ def test_a_request_of_higher_priority_swaps_out_the_preempted_one() -> None:
     assert rig.tokens() == rig.expected(slow, urgent)
 
 
-def costs_after(*steps: tuple[int, int, float, float]) -> SwapCosts:
+def costs_after(*steps: tuple[int, int, float, float]) -> CopyCosts:
     """The costs after steps of (prompt tokens, moved blocks, total seconds, seconds of copying)."""
     computing = PrefillDecodeCosts()
-    costs = SwapCosts(computing)
+    costs = CopyCosts(computing)
     for prompt, moved, seconds, swap in steps:
         computing.observe(0 if prompt else 1, prompt, seconds - swap)
         costs.observe(moved, swap)

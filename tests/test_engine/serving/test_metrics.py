@@ -13,7 +13,7 @@ from headrace_common.protocol.base import Lease, Outcome
 from headrace_common.sampling.params import SamplingParams
 from headrace_common.wire.messages import ChoiceState, Failed, GenerateRequest
 from headrace_engine.core.speculative_stats import SpeculationStats
-from headrace_engine.core.stats import SchedulerStats
+from headrace_engine.core.stats import SchedulerStats, SharedKVStats
 from headrace_engine.scheduler.lora_stats import LoRAStats
 from headrace_engine.serving.leased_request import LeasedRequest
 from headrace_engine.serving.metrics import STEP_SPAN_INTERVAL, EngineMetrics
@@ -38,6 +38,18 @@ STATS = SchedulerStats(
     host_blocks_free=14,
     kv_slots_used=400,
     kv_slots_unused=10,
+    host_hit_tokens=16,
+    shared_hit_tokens=8,
+    swap_seconds=0.5,
+    shared=SharedKVStats(
+        blocks_hit=3,
+        blocks_missed=5,
+        blocks_failed=1,
+        blocks_skipped=2,
+        bytes_in=2048,
+        bytes_out=512,
+        seconds_in=0.25,
+    ),
 )
 SECOND = 1_000_000_000
 
@@ -113,6 +125,17 @@ def test_the_engines_state_is_exported_before_its_first_step(telemetry: Telemetr
     assert value(families, "headrace_engine_preemptions_total", kind="swap") == 2
     assert value(families, "headrace_engine_prefix_cache_tokens_total", result="hit") == 64
     assert value(families, "headrace_engine_prefix_cache_tokens_total", result="miss") == 36
+    hits, copies = "headrace_engine_prefix_cache_hits_total", "headrace_engine_kv_copy_time_seconds"
+    assert value(families, hits, place="device") == 40
+    assert value(families, hits, place="host") == 16
+    assert value(families, hits, place="shared") == 8
+    assert value(families, f"{copies}_total", place="host") == 0.5
+    assert value(families, f"{copies}_total", place="shared") == 0.25
+    shared = "headrace_engine_kv_shared"
+    assert value(families, f"{shared}_bytes_total", kind="out") == 512
+    assert value(families, f"{shared}_bytes_total", kind="in") == 2048
+    for result, count in (("hit", 3), ("miss", 5), ("failed", 1), ("skipped", 2)):
+        assert value(families, f"{shared}_blocks_total", result=result) == count
     assert value(families, "headrace_engine_step_last_age_seconds") == 2.5
 
 
@@ -178,7 +201,9 @@ def test_routers_find_vllms_names(telemetry: Telemetry) -> None:
     assert value(families, "vllm:generation_tokens_total", **labels) == 5
     assert value(families, "vllm:prompt_tokens_total", **labels) == 50
     assert value(families, "vllm:prefix_cache_queries_total", **labels) == 100
-    assert value(families, "vllm:prefix_cache_hits_total", **labels) == 64
+    assert value(families, "vllm:prefix_cache_hits_total", **labels) == 40
+    assert value(families, "vllm:external_prefix_cache_queries_total", **labels) == 60
+    assert value(families, "vllm:external_prefix_cache_hits_total", **labels) == 24
     size = {"block_size": "16", "num_gpu_blocks": "100"}
     assert value(families, "vllm:cache_config_info", **labels, **size) == 1
 

@@ -1,13 +1,13 @@
-"""Estimates whether swapping a sequence out and in is cheaper than recomputing its KV."""
+"""Estimates whether copying KV to or from host memory is cheaper than computing it."""
 
 from ..core.step_cost import PrefillDecodeCosts, Rate
 
-# Each decision against swapping multiplies its estimated cost by this factor, so that it is tried
+# Each decision against copying multiplies its estimated cost by this factor, so that it is tried
 # again.
 FADE = 0.95
 
 
-class SwapCosts:
+class CopyCosts:
     """Compares the cost of copying blocks, which it measures, with `step_costs` of prefills."""
 
     def __init__(self, step_costs: PrefillDecodeCosts) -> None:
@@ -24,7 +24,18 @@ class SwapCosts:
 
         True if no copy was timed yet, to try one; False if no prompt was timed yet.
         """
-        if self._block.of(2 * blocks) < self._step_costs.prompt(tokens):
+        return self._is_cheaper(2 * blocks, self._step_costs.prompt(tokens))
+
+    def load_is_cheaper(self, blocks: int, tokens: int) -> bool:
+        """Compares copying `blocks` in with computing `tokens` tokens.
+
+        True if either was not timed yet: a new engine first uses what others have computed.
+        """
+        prompt = self._step_costs.prompt(tokens)
+        return prompt == 0.0 or self._is_cheaper(blocks, prompt)
+
+    def _is_cheaper(self, blocks: int, seconds: float) -> bool:
+        if self._block.of(blocks) < seconds:
             return True
         self._block.scale(FADE)
         return False

@@ -1,0 +1,29 @@
+"""A digest of a checkpoint's content, which two copies of a model share and other models do not."""
+
+from concurrent.futures import ThreadPoolExecutor
+from hashlib import file_digest, sha256
+from pathlib import Path
+from string import hexdigits
+
+# Files that are read at once.
+READERS = 4
+
+
+def checkpoint_digest(folder: Path) -> bytes:
+    """The digest of config.json and of the tensors. Reads all files, except those of a hub's cache,
+    whose names are digests. Raises OSError."""
+    files = sorted([*folder.glob("*.safetensors"), folder / "config.json"])
+    digest = sha256()
+    with ThreadPoolExecutor(READERS) as readers:
+        for file, content in zip(files, readers.map(_content_digest, files), strict=True):
+            digest.update(sha256(file.name.encode()).digest() + content)
+    return digest.digest()
+
+
+def _content_digest(path: Path) -> bytes:
+    stored = path.resolve()
+    name = stored.name
+    if stored.parent.name == "blobs" and len(name) == 64 and not set(name) - set(hexdigits):
+        return bytes.fromhex(name)
+    with path.open("rb") as file:
+        return file_digest(file, "sha256").digest()
