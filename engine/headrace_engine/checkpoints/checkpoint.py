@@ -1,4 +1,5 @@
-"""A model's folder: finds it, reads its JSON files and refuses what must not be loaded.
+"""A model's folder or GGUF file: finds it, reads its JSON files or metadata, and refuses what must
+not be loaded.
 
 Runs no code of a checkpoint and unpickles nothing. Other modules interpret the fields for an
 architecture.
@@ -11,6 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from headrace_common.text.checkpoint import MODEL_FILES, is_cross_encoder
+from headrace_common.text.errors import TokenizerError
+from headrace_common.text.gguf.files import find_gguf, is_gguf, read_gguf_configs
 
 from ..core.errors import CheckpointError, CheckpointNotFound, ConfigError
 
@@ -19,11 +22,16 @@ JsonObject = Mapping[str, Any]
 
 @dataclass(frozen=True, slots=True)
 class Checkpoint:
-    """A model's folder with its parsed JSON files."""
+    """A model's folder with its parsed JSON files. Instead of a folder it may be a GGUF file, whose
+    metadata says the same."""
 
     folder: Path
     config: JsonObject
     generation_config: JsonObject
+
+    @property
+    def is_gguf(self) -> bool:
+        return is_gguf(self.folder)
 
     @property
     def architecture(self) -> str:
@@ -79,11 +87,18 @@ class Checkpoint:
 
 
 def load_checkpoint(model: str, revision: str | None = None) -> Checkpoint:
-    """Opens a folder or a hub id.
+    """Opens a folder, a GGUF file or a hub id.
 
     Raises CheckpointError for a file that is missing or broken.
     """
     folder = _find_folder(model, revision)
+    try:
+        file = folder if is_gguf(folder) else find_gguf(folder)
+        if file is not None:
+            _, config, generation_config = read_gguf_configs(file)
+            return Checkpoint(file, config, generation_config)
+    except TokenizerError as error:
+        raise CheckpointError(str(error)) from error
     config = read_json(folder / "config.json")
     generation = folder / "generation_config.json"
     return Checkpoint(folder, config, read_json(generation) if generation.is_file() else {})
@@ -116,11 +131,12 @@ def _load_json(path: Path) -> Any:
 
 def _find_folder(model: str, revision: str | None) -> Path:
     folder = Path(model).expanduser()
-    if folder.is_dir():
+    if folder.is_dir() or is_gguf(folder):
         return folder
     if folder.exists() or model.startswith((".", "/", "~")) or model.count("/") > 1:
         raise CheckpointNotFound(
-            f"model {model!r} is not a folder: give the folder of a checkpoint, or a hub id"
+            f"model {model!r} is not a folder: give the folder of a checkpoint, a GGUF file, or a "
+            "hub id"
         )
     return _download(model, revision)
 

@@ -22,6 +22,7 @@ from headrace_cli.models import check
 from headrace_common.text.checkpoint import demo_folder
 from headrace_testing.checkpoints import save_checkpoint
 from headrace_testing.fake_hub import FakeHub
+from headrace_testing.gguf_checkpoints import save_gguf
 
 REPOSITORY = "team/tiny"
 
@@ -92,6 +93,17 @@ def test_the_demo_model_is_native_and_chats() -> None:
     assert found["tool calls"] == ("ok", "hermes")
     assert found["reasoning"] == ("ok", "qwen3")
     assert "KV 3.5 KiB a token, 7.0 MiB for a whole context" in found["size"][1]
+
+
+@pytest.mark.usefixtures("ask_here")
+def test_a_gguf_file_is_checked(tmp_path: Path) -> None:
+    file, _ = save_gguf(tmp_path, "qwen3", lambda _: "Q8_0")
+    code, found = checked_here(file)
+
+    assert code == 0
+    assert found["engine"][1].startswith("Qwen3ForCausalLM: native, bfloat16")
+    assert found["quantisation"] == ("ok", "gguf")
+    assert found["tokenizer"][0] == "ok"
 
 
 @pytest.mark.usefixtures("ask_here")

@@ -9,6 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from headrace_common.text.checkpoint import local_source
+from headrace_common.text.errors import TokenizerError
+from headrace_common.text.gguf.files import find_gguf, is_gguf, read_gguf_configs
 
 from ...errors import UsageError
 from .finding import Finding, Level, fail, ok, warning
@@ -19,7 +21,6 @@ _HUB_SECONDS = 5.0
 # not a tensor.
 _HEADER_BYTES = 100_000_000
 _METADATA = "__metadata__"
-_NO_GGUF = "engines do not read GGUF: use the checkpoint with *.safetensors that it was made from"
 _TO_SAFETENSORS = "convert them to *.safetensors, or take another revision of the model"
 # A model that begins like this can only be a folder.
 _PATHS = (".", "~", "/")
@@ -27,18 +28,25 @@ _PATHS = (".", "~", "/")
 
 def check(model: str) -> Iterator[Finding]:
     folder = _folder(model)
-    if folder is not None:
+    try:
+        file = _gguf(model)
+    except TokenizerError as error:
+        yield fail("model", str(error), "give the file's path")
+        return
+    if file is not None:
+        yield from _check_gguf(file)
+    elif folder is not None:
         yield from _check_folder(folder)
     elif _is_file(model):
-        remedy = _NO_GGUF if model.endswith(".gguf") else "give the folder that it is in"
-        yield fail("model", f"{model} is a file", remedy)
+        yield fail("model", f"{model} is a file", "give the folder that it is in")
     elif _is_hub_id(model):
         yield from _check_hub(model)
     else:
         yield fail(
             "model",
             f"{model} is neither a folder nor a hub id",
-            "give the folder with config.json and *.safetensors, or an id such as Qwen/Qwen3-0.6B",
+            "give the folder with config.json and *.safetensors, a GGUF file, or an id such as "
+            "Qwen/Qwen3-0.6B",
         )
 
 
@@ -52,7 +60,14 @@ def refuse_unusable(model: str) -> None:
 
 
 def weight_bytes(model: str) -> int | None:
-    """The size of the safetensors files; None if they are not on this machine."""
+    """The size of the safetensors files, or of the GGUF file; None if they are not on this
+    machine."""
+    try:
+        file = _gguf(model)
+    except TokenizerError:
+        return None
+    if file is not None:
+        return file.stat().st_size
     folder = _folder(model) or (_cached(model) if _is_hub_id(model) else None)
     if folder is None:
         return None
@@ -70,6 +85,27 @@ def _is_file(model: str) -> bool:
 def _folder(model: str) -> Path | None:
     path = Path(local_source(model)).expanduser()
     return path if path.is_dir() else None
+
+
+def _gguf(model: str) -> Path | None:
+    """The GGUF file that `model` is, or that its folder has instead of safetensors. Raises
+    TokenizerError if the folder has several."""
+    path, folder = Path(model).expanduser(), _folder(model)
+    if folder is not None:
+        return find_gguf(folder)
+    return path if is_gguf(path) else None
+
+
+def _check_gguf(file: Path) -> Iterator[Finding]:
+    try:
+        _, config, _ = read_gguf_configs(file)
+    except TokenizerError as error:
+        yield fail("model", str(error), "take another file of this model")
+        return
+    types = config.get("quantization_config", {}).get("types", [config["dtype"]])
+    size = file.stat().st_size / 2**20
+    architecture = config["architectures"][0]
+    yield ok("model", f"{file}: {architecture}, {', '.join(types)}, {size:.0f} MiB")
 
 
 def _check_folder(folder: Path) -> Iterator[Finding]:

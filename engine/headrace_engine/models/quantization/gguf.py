@@ -1,0 +1,36 @@
+"""GGUF files: each matrix has its own type, and blocks of 32 or 256 inputs with scales.
+
+Matrices become floats of the engine's dtype at load.
+"""
+
+from collections.abc import Mapping
+from typing import ClassVar
+
+from ...checkpoints.fields import Fields
+from ...checkpoints.gguf_tensors import BLOCKS, unsupported
+from ...checkpoints.tensor_files import Shape, TensorFiles
+from ...core.errors import ConfigError
+from ...layers.gguf_weight import GGUFWeight
+from .base import TensorSpec
+
+
+class GGUF:
+    name: ClassVar[str] = "gguf"
+    # They are not rounded to 8 bits for each output, which would lose what blocks keep.
+    integer_weights: ClassVar[bool] = False
+
+    def __init__(self, fields: Fields) -> None:
+        for kind in fields.get("types", []):
+            if kind not in BLOCKS:
+                raise ConfigError(unsupported(fields.path.parent, kind, "a tensor"))
+
+    def stores(self, module: str, files: TensorFiles) -> bool:
+        info = files.tensors.get(f"{module}.weight")
+        return info is not None and info.dtype in BLOCKS
+
+    def tensors(self, module: str, shape: Shape, files: TensorFiles) -> Mapping[str, TensorSpec]:
+        return {f"{module}.weight": TensorSpec((shape,), tuple(BLOCKS))}
+
+    def read(self, module: str, shape: Shape, files: TensorFiles) -> GGUFWeight:
+        name = f"{module}.weight"
+        return GGUFWeight(files.load(name), files.tensors[name].dtype, shape[1])
