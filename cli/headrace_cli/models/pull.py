@@ -9,8 +9,8 @@ from fnmatch import fnmatch
 from pathlib import Path
 
 from headrace_common.text.checkpoint import MODEL_FILES
+from headrace_common.text.hub_errors import transport_errors
 
-from ..doctor.checks.model import transport_errors
 from ..errors import CliError, UsageError
 from ..tables import Output
 

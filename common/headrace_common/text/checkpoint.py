@@ -13,6 +13,7 @@ from typing import Any
 
 from .errors import HubUnreachable, ModelNotFound, TokenizerError
 from .gguf.files import SUFFIX, find_gguf, is_gguf, read_gguf_files
+from .gguf.hub import fetch, fetch_only, hub_file
 
 DEMO_MODEL, DEMO_EMBEDDINGS = "headrace-demo", "headrace-demo-embeddings"
 # Folders of the models that are part of the package.
@@ -95,8 +96,8 @@ def _check_size(found: Path, size: int) -> None:
 
 
 def resolve(source: str | Path, revision: str | None = None) -> Path:
-    """The folder with the tokenizer's files, which are downloaded first if `source` is a hub id, or
-    the model's GGUF file.
+    """The folder with the tokenizer's files, or the model's GGUF file; they are downloaded first if
+    `source` is a hub id, or names a GGUF file of one (ORG/NAME/FILE.gguf).
 
     DEMO_MODEL and DEMO_EMBEDDINGS are the bundled models' names. Raises ModelNotFound if there is
     no such folder or hub repository, HubUnreachable if the hub cannot be reached, TokenizerError if
@@ -107,7 +108,8 @@ def resolve(source: str | Path, revision: str | None = None) -> Path:
         return find_gguf(path) or path
     if is_gguf(path):
         return path
-    if path.is_absolute() or str(source).startswith((".", "~")) or str(source).count("/") > 1:
+    is_path = path.is_absolute() or str(source).startswith((".", "~"))
+    if is_path or (str(source).count("/") > 1 and hub_file(str(source)) is None):
         raise ModelNotFound(f"{source}: no such folder or GGUF file")
     return _download(str(source), revision)
 
@@ -127,15 +129,27 @@ def _download(repository: str, revision: str | None) -> Path:
     from huggingface_hub.errors import (
         HfHubHTTPError,
         HFValidationError,
+        RemoteEntryNotFoundError,
         RepositoryNotFoundError,
         RevisionNotFoundError,
     )
 
     try:
-        return Path(
+        named = hub_file(repository)
+        if named is not None:
+            return fetch(*named, revision)
+        folder = Path(
             snapshot_download(repository, revision=revision, allow_patterns=list(TOKENIZER_FILES))
         )
-    except (HFValidationError, RepositoryNotFoundError, RevisionNotFoundError) as error:
+        if (folder / "tokenizer.json").is_file():
+            return folder
+        return find_gguf(folder) or fetch_only(repository, revision) or folder
+    except (
+        HFValidationError,
+        RemoteEntryNotFoundError,
+        RepositoryNotFoundError,
+        RevisionNotFoundError,
+    ) as error:
         raise ModelNotFound(
             f"{repository}: neither a folder here nor a repository that the hub gives: "
             f"{_sentence(error)}"

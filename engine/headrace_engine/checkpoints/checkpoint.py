@@ -14,6 +14,7 @@ from typing import Any
 from headrace_common.text.checkpoint import MODEL_FILES, is_cross_encoder
 from headrace_common.text.errors import TokenizerError
 from headrace_common.text.gguf.files import find_gguf, is_gguf, read_gguf_configs
+from headrace_common.text.gguf.hub import fetch, fetch_only, hub_file
 
 from ..core.errors import CheckpointError, CheckpointNotFound, ConfigError
 
@@ -91,8 +92,8 @@ def load_checkpoint(model: str, revision: str | None = None) -> Checkpoint:
 
     Raises CheckpointError for a file that is missing or broken.
     """
-    folder = _find_folder(model, revision)
     try:
+        folder = _find_folder(model, revision)
         file = folder if is_gguf(folder) else find_gguf(folder)
         if file is not None:
             _, config, generation_config = read_gguf_configs(file)
@@ -133,7 +134,8 @@ def _find_folder(model: str, revision: str | None) -> Path:
     folder = Path(model).expanduser()
     if folder.is_dir() or is_gguf(folder):
         return folder
-    if folder.exists() or model.startswith((".", "/", "~")) or model.count("/") > 1:
+    is_path = folder.exists() or model.startswith((".", "/", "~"))
+    if is_path or (model.count("/") > 1 and hub_file(model) is None):
         raise CheckpointNotFound(
             f"model {model!r} is not a folder: give the folder of a checkpoint, a GGUF file, or a "
             "hub id"
@@ -154,7 +156,14 @@ def _download(model: str, revision: str | None) -> Path:
             f"model {model!r} is not a folder, and a hub id needs the package huggingface_hub"
         ) from error
     try:
-        return Path(snapshot_download(model, revision=revision, allow_patterns=list(MODEL_FILES)))
+        named = hub_file(model)
+        if named is not None:
+            return fetch(*named, revision)
+        files = list(MODEL_FILES)
+        folder = Path(snapshot_download(model, revision=revision, allow_patterns=files))
+        if any(folder.glob("*.safetensors")) or find_gguf(folder) is not None:
+            return folder
+        return fetch_only(model, revision) or folder
     except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
         raise CheckpointNotFound(
             f"model {model!r} is neither a folder nor can it be fetched from the hub: {error}"

@@ -37,6 +37,7 @@ from .layout import TensorLayout
 from .linear.linear_maker import NO_INT8, QuantizedOps, computes_natively
 from .parallel import WeightCuts
 from .quantization.base import QuantizedFormat
+from .quantization.gguf import GGUF
 from .quantization.registry import find_format
 from .registry import LoadedModel, LoadOptions
 from .weights.kv_scales import read_kv_scales
@@ -67,6 +68,8 @@ def load(checkpoint: Checkpoint, options: LoadOptions) -> LoadedModel:
     if options.cache_dtype is not None and not dummy:
         config = _with_kv_scales(config, checkpoint, layout)
     stored = find_format(checkpoint, options.quantization, options.device)
+    if isinstance(stored, GGUF):
+        logger.info("GGUF matrices are dequantised at load", extra={"types": stored.types})
     if options.deterministic:
         float8 = stored is not None and not stored.integer_weights
         check_deterministic(config, options, _is_fused(config, options), float8)

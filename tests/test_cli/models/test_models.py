@@ -23,6 +23,7 @@ from headrace_common.text.checkpoint import demo_folder
 from headrace_testing.checkpoints import save_checkpoint
 from headrace_testing.fake_hub import FakeHub
 from headrace_testing.gguf_checkpoints import save_gguf
+from headrace_testing.gguf_files import sentencepiece_values, write_tokenizer_gguf
 
 REPOSITORY = "team/tiny"
 
@@ -104,6 +105,29 @@ def test_a_gguf_file_is_checked(tmp_path: Path) -> None:
     assert found["engine"][1].startswith("Qwen3ForCausalLM: native, bfloat16")
     assert found["quantisation"] == ("ok", "gguf")
     assert found["tokenizer"][0] == "ok"
+
+
+def test_a_gguf_file_of_the_hub_is_fetched_by_its_name(tmp_path: Path) -> None:
+    file = write_tokenizer_gguf(tmp_path / "a.gguf", sentencepiece_values({"a": -1.0}))
+    content = file.read_bytes()
+    files = {"Q4_K_M.gguf": content, "Q8_0.gguf": content, "config.json": b"{}"}
+    with FakeHub(REPOSITORY, files) as hub:
+        code, found = checked(REPOSITORY, **on_hub(hub, tmp_path))
+        assert code == 1
+        assert "has 2 GGUF files: name one of them" in found["model"][1]
+        assert "There are Q4_K_M.gguf, Q8_0.gguf" in found["model"][1]
+        code, found = checked(f"{REPOSITORY}/Q8_0.gguf", **on_hub(hub, tmp_path))
+        assert found["tokenizer"] == ("ok", "260 tokens")
+        assert found["engine"][1].startswith("LlamaForCausalLM: native")
+    assert code == 0 and "Q4_K_M.gguf" not in hub.fetched
+
+
+def test_the_only_gguf_file_of_a_repository_needs_no_name(tmp_path: Path) -> None:
+    file = write_tokenizer_gguf(tmp_path / "a.gguf", sentencepiece_values({"a": -1.0}))
+    with FakeHub(REPOSITORY, {"only.gguf": file.read_bytes(), "config.json": b"{}"}) as hub:
+        code, found = checked(REPOSITORY, **on_hub(hub, tmp_path))
+    assert code == 0
+    assert found["tokenizer"] == ("ok", "260 tokens")
 
 
 @pytest.mark.usefixtures("ask_here")

@@ -3,14 +3,14 @@
 import json
 import re
 from collections.abc import Iterator
-from importlib import import_module
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 from headrace_common.text.checkpoint import local_source
 from headrace_common.text.errors import TokenizerError
 from headrace_common.text.gguf.files import find_gguf, is_gguf, read_gguf_configs
+from headrace_common.text.gguf.hub import hub_file
+from headrace_common.text.hub_errors import transport_errors
 
 from ...errors import UsageError
 from .finding import Finding, Level, fail, ok, warning
@@ -71,11 +71,15 @@ def weight_bytes(model: str) -> int | None:
     folder = _folder(model) or (_cached(model) if _is_hub_id(model) else None)
     if folder is None:
         return None
+    if is_gguf(folder):
+        return folder.stat().st_size
     return sum(path.stat().st_size for path in folder.glob("*.safetensors")) or None
 
 
 def _is_hub_id(model: str) -> bool:
-    return _HUB_ID.fullmatch(model) is not None and not model.startswith(_PATHS)
+    if model.startswith(_PATHS):
+        return False
+    return _HUB_ID.fullmatch(model) is not None or hub_file(model) is not None
 
 
 def _is_file(model: str) -> bool:
@@ -171,18 +175,13 @@ def _whole_bytes(path: Path) -> int:
     return 8 + length + max(ends, default=0)
 
 
-def transport_errors() -> tuple[type[Exception], ...]:
-    """The errors of the HTTP libraries that versions of huggingface-hub use."""
-    found = (import_module(name) for name in ("httpx", "httpx2") if find_spec(name) is not None)
-    return OSError, *(module.HTTPError for module in found)
-
-
 def _check_hub(model: str) -> Iterator[Finding]:
     """Checks a hub id, which is usable if its files are cached or the hub has it."""
-    if cached := _cached(model):
-        yield from _check_folder(cached)
+    cached, named = _cached(model), hub_file(model)
+    if cached is not None:
+        yield from check(str(cached))
         return
-    problem = _hub_problem(model)
+    problem = _hub_problem(model if named is None else named[0])
     if problem is None:
         yield warning(
             "model", f"{model} is on the hub, not here", "it is downloaded at first start"
@@ -192,16 +191,21 @@ def _check_hub(model: str) -> Iterator[Finding]:
 
 
 def _cached(model: str) -> Path | None:
+    """The folder, or the named GGUF file, in the cache of huggingface-hub; None if it is not
+    there."""
     try:
         from huggingface_hub import try_to_load_from_cache
         from huggingface_hub.errors import HFValidationError
     except ImportError:
         return None  # the check of the packages reports it
     try:
-        found = try_to_load_from_cache(model, "config.json")
+        named = hub_file(model)
+        found = try_to_load_from_cache(*(named or (model, "config.json")))
     except HFValidationError:
         return None
-    return Path(found).parent if isinstance(found, str) else None
+    if not isinstance(found, str):
+        return None
+    return Path(found) if named is not None else Path(found).parent
 
 
 def _hub_problem(model: str) -> str | None:

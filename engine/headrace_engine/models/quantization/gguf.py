@@ -20,7 +20,10 @@ class GGUF:
     integer_weights: ClassVar[bool] = False
 
     def __init__(self, fields: Fields) -> None:
-        for kind in fields.get("types", []):
+        self.types: list[str] = fields.get("types", [])
+        if not isinstance(self.types, list):
+            raise fields.error("types", "a list of types")
+        for kind in self.types:
             if kind not in BLOCKS:
                 raise ConfigError(unsupported(fields.path.parent, kind, "a tensor"))
 
