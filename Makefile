@@ -161,7 +161,7 @@ structure: install-dev
 docs: install-dev ## build the documentation site in build/site; HEADRACE_SOURCE_URL names where links to source lead
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet --strict
 
-PAGES = architecture cli licenses offline reference settings vllm
+PAGES = architecture cli licenses models offline reference settings vllm
 
 CRD = charts/headrace/files/crds/modelservices.yaml
 

@@ -22,6 +22,7 @@ from .commands import queues as queue_commands
 from .commands import redis as redis_commands
 from .commands import sealing as sealing_commands
 from .commands import top as top_commands
+from .commands import usage as usage_commands
 from .commands.running_options import DATA_DIR, ApiKey, ApiUrl, DataFolder, ModelName
 from .commands.up_command import UpCommand, passed_on, process_words
 from .errors import CliError, UsageError
@@ -42,6 +43,7 @@ app.add_typer(demo_commands.app)
 app.add_typer(models_commands.app)
 app.add_typer(keys_commands.app)
 app.add_typer(queue_commands.app)
+app.add_typer(usage_commands.app)
 app.add_typer(sealing_commands.app)
 app.add_typer(redis_commands.app)
 app.add_typer(debug_commands.app)

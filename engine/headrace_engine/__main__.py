@@ -67,7 +67,17 @@ def main(arguments: list[str] | None = None) -> int:
         model = _source(settings).read() if settings.register_model else None
         runner, engine, grammars = _load(settings, model)
         files = None if model is None else model.files
-        asyncio.run(serve(settings, engine, sealing, grammars, runner.peers, files))
+        asyncio.run(
+            serve(
+                settings,
+                engine,
+                sealing,
+                grammars,
+                runner.peers,
+                files,
+                kv_bytes_per_token=runner.kv_bytes_per_token,
+            )
+        )
         if runner.peers is not None:  # after a failure, they end with this process
             runner.peers.close()
     except (HeadraceError, EngineError) as error:
@@ -119,6 +129,8 @@ async def serve(
     grammars: GrammarCompiler | None = None,
     peers: PeerRanks | None = None,
     files: CheckpointFiles | None = None,
+    *,
+    kv_bytes_per_token: float = 0.0,
 ) -> None:
     """Serves until SIGTERM or a drain message. Raises the error that ended the service."""
     engine_id = keys.new_incarnation(f"{socket.gethostname()}.{os.getpid()}")
@@ -154,7 +166,7 @@ async def serve(
         sealing.start()
         registration = _registration(settings, engine, connection, files)
         worker = Worker(
-            _worker_config(settings, engine),
+            _worker_config(settings, engine, kv_bytes_per_token),
             queue,
             engine,
             measures,
@@ -202,13 +214,16 @@ def _registration(
     )
 
 
-def _worker_config(settings: EngineSettings, engine: Engine) -> WorkerConfig:
+def _worker_config(
+    settings: EngineSettings, engine: Engine, kv_bytes_per_token: float
+) -> WorkerConfig:
     return WorkerConfig(
         model=settings.name,
         name=settings.display_name,
         max_model_len=engine.max_model_len,
         max_num_seqs=settings.max_num_seqs,
         block_size=settings.block_size,
+        kv_bytes_per_token=kv_bytes_per_token,
         lookahead=settings.taken_ahead,
         version=version("headrace"),
         beat_interval=settings.beat_interval,

@@ -101,7 +101,9 @@ async def serve(
     sealing = KeyringFile(settings)
     config = ConnectionConfig(url=settings.redis_url, credentials=settings.redis_credentials)
     connection = Connection(config, sealing.sealer)
-    queue = RedisGatewayQueue(connection, gateway_id, lease_ms=round(settings.lease * 1000))
+    queue = RedisGatewayQueue(
+        connection, gateway_id, lease_ms=round(settings.lease * 1000), ledger=settings.ledger
+    )
     engines = EngineDirectory(queue)
     history = RequestHistory(connection.clock.now) if settings.console else None
     client = GenerationClient(

@@ -7,9 +7,11 @@ from pydantic import ByteSize, Field, model_validator
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
 from headrace_common.protocol.base import QueueLimits
+from headrace_common.protocol.ledger import LedgerBounds
 from headrace_common.sealing import settings as sealing
 from headrace_common.structured import grammar_settings as grammar
 from headrace_common.text.checkpoint import default_name
+from headrace_common.wire import keys
 from headrace_common.wire.messages import MAX_ID_CHARS
 
 ModelSource = str
@@ -211,6 +213,14 @@ class GatewaySettings(BaseSettings):
         description="seconds that a request waits for its placed engine, after which any engine "
         "takes it",
     )
+    usage_ledger_entries: int = Field(
+        keys.LEDGER_KEPT,
+        ge=0,
+        description="entries that a shard's ledger of usage keeps; 0: no usage is entered",
+    )
+    usage_ledger_retention: float = Field(
+        keys.LEDGER_TTL_MS / 1000, gt=0, description="seconds for which it keeps them"
+    )
     default_deadline: float = Field(
         600.0, gt=0, description="seconds until a request must have ended, if it names no deadline"
     )
@@ -355,6 +365,12 @@ class GatewaySettings(BaseSettings):
     def name(self) -> str | None:
         """The model's name for clients, derived as in the engine's settings."""
         return None if self.model is None else self.served_model_name or default_name(self.model)
+
+    @property
+    def ledger(self) -> LedgerBounds:
+        return LedgerBounds(
+            entries=self.usage_ledger_entries, kept_ms=round(self.usage_ledger_retention * 1000)
+        )
 
     @property
     def queue_limits(self) -> QueueLimits:

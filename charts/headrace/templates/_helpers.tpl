@@ -438,6 +438,9 @@ true
 {{- if and $keys.existingSecret (not $keys.enabled) -}}
 {{- $problems = append $problems "gateway.apiKeys.existingSecret is given, but everybody may ask: set gateway.apiKeys.enabled=true" -}}
 {{- end -}}
+{{- if and .Values.usageExport.enabled (not .Values.usageExport.url) -}}
+{{- $problems = append $problems "usageExport has no server to send to: set usageExport.url" -}}
+{{- end -}}
 {{- if and .Values.httpRoute.enabled (not .Values.httpRoute.parentRefs) -}}
 {{- $problems = append $problems "httpRoute has no gateway to attach to: set httpRoute.parentRefs" -}}
 {{- end -}}

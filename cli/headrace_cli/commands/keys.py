@@ -38,6 +38,14 @@ def create(
             help="Tenant of the key; each tenant has its own cache, fair share and metrics."
         ),
     ] = "default",
+    tenant_weight: Annotated[
+        float | None,
+        typer.Option(
+            min=0.01,
+            max=100,
+            help="Share of the tenant relative to others; default: as its other keys, or 1.",
+        ),
+    ] = None,
     model: Annotated[
         list[str] | None, typer.Option(help="A model that it may use, repeatable; default: all.")
     ] = None,
@@ -46,6 +54,12 @@ def create(
         int | None, typer.Option(min=1, help="Prompt and output tokens together.")
     ] = None,
     concurrency: Annotated[int | None, typer.Option(min=1, help="Requests at once.")] = None,
+    prompt_tokens_per_day: Annotated[
+        int | None, typer.Option(min=1, help="Prompt tokens of a day in UTC.")
+    ] = None,
+    output_tokens_per_day: Annotated[
+        int | None, typer.Option(min=1, help="Output tokens of a day in UTC.")
+    ] = None,
     priority_ceiling: Annotated[
         int, typer.Option(help="Most urgent priority that it may ask for; lower is sooner.")
     ] = 0,
@@ -67,9 +81,12 @@ def create(
         requests_per_minute=requests_per_minute,
         tokens_per_minute=tokens_per_minute,
         concurrency=concurrency,
+        prompt_tokens_per_day=prompt_tokens_per_day,
+        output_tokens_per_day=output_tokens_per_day,
     )
     fields = fields_of(
         tenant=tenant,
+        tenant_weight=tenant_weight,
         models=model or (),
         limits=limits,
         priority_ceiling=priority_ceiling,

@@ -1,4 +1,4 @@
-"""The arguments of `headrace queue status|peek|dead|replay|purge`."""
+"""The arguments of `headrace queue status|peek|record|dead|replay|purge`."""
 
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -72,6 +72,23 @@ def peek(
     from ..queues.queues import show_requests
 
     show_requests(_session(redis, data_dir, as_json), model, limit=limit, running=running)
+
+
+@app.command(epilog="Example: headrace queue record --model m --seconds 3600 --output trace.csv")
+def record(
+    output: Annotated[Path, typer.Option(help="CSV file to make.")],
+    model: Model = None,
+    seconds: Annotated[
+        float | None, typer.Option(min=0, help="How long to record; default: until Ctrl-C.")
+    ] = None,
+    redis: Url = None,
+    data_dir: DataFolder = DATA_DIR,
+    as_json: AsJson = False,
+) -> None:
+    """Record when requests come and how long they are, as a trace for headrace simulate."""
+    from ..queues.traffic import record as run
+
+    run(_session(redis, data_dir, as_json), model, output, seconds)
 
 
 @app.command(epilog="Example: headrace queue dead --model headrace-demo")

@@ -87,8 +87,10 @@ class KeyRecords:
 def create(
     records: KeyRecords, key_id: str, fields: dict[str, Any], output: Output, now: datetime
 ) -> None:
-    """Makes a key and shows it."""
-    made = _made(key_id, fields, now)
+    """Makes a key and shows it. Without a `tenant_weight` it gets that of its tenant's other
+    keys."""
+    weight = _tenant_weight(records.read(), fields["tenant"], fields["tenant_weight"])
+    made = _made(key_id, {**fields, "tenant_weight": weight}, now)
 
     def add(keys: tuple[ApiKey, ...]) -> Sequence[ApiKey]:
         if any(key.id == key_id for key in keys):
@@ -139,6 +141,7 @@ def revoke(records: KeyRecords, key_ids: Sequence[str], output: Output) -> None:
 def fields_of(
     *,
     tenant: str,
+    tenant_weight: float | None,
     models: Sequence[str],
     limits: KeyLimits,
     priority_ceiling: int,
@@ -148,6 +151,7 @@ def fields_of(
     """The fields of a new key, as given by flags."""
     return {
         "tenant": tenant,
+        "tenant_weight": tenant_weight,
         "models": tuple(models) or None,
         "limits": limits,
         "priority_ceiling": priority_ceiling,
@@ -179,6 +183,18 @@ def _made(key_id: str, fields: dict[str, Any], now: datetime) -> NewKey:
         raise UsageError(str(error)) from error
 
 
+def _tenant_weight(keys: Sequence[ApiKey], tenant: str, asked: float | None) -> float:
+    known = next((key.tenant_weight for key in keys if key.tenant == tenant), None)
+    if known is None or asked is None:
+        return known or asked or 1.0
+    if known != asked:
+        raise UsageError(
+            f"other keys of the tenant {tenant} have --tenant-weight {known:g}",
+            "leave the option out, or change those keys in the file",
+        )
+    return known
+
+
 def _shown(key: ApiKey) -> dict[str, Any]:
     return key.model_dump(mode="json", exclude={"hash"})
 
@@ -195,10 +211,15 @@ def _table(keys: Sequence[ApiKey], now: datetime) -> Table:
         if key.expired(now):
             expires += " (over)"
         table.add_row(
-            key.id, f"{key.prefix}...", key.tenant, models, _limits(key.limits),
+            key.id, f"{key.prefix}...", _tenant(key), models, _limits(key.limits),
             f"{key.priority_ceiling}+", expires,
         )  # fmt: skip
     return table
+
+
+def _tenant(key: ApiKey) -> str:
+    weight = key.tenant_weight
+    return key.tenant if weight == 1 else f"{key.tenant} (weight {weight:g})"
 
 
 def _limits(limits: KeyLimits) -> str:
@@ -206,6 +227,8 @@ def _limits(limits: KeyLimits) -> str:
         (limits.requests_per_minute, "requests/min"),
         (limits.tokens_per_minute, "tokens/min"),
         (limits.concurrency, "at once"),
+        (limits.prompt_tokens_per_day, "prompt tokens/day"),
+        (limits.output_tokens_per_day, "output tokens/day"),
     )
     return ", ".join(f"{value} {unit}" for value, unit in named if value is not None) or "none"
 

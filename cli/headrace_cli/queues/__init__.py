@@ -1,4 +1,4 @@
-"""Shows and repairs the queues of a running system.
+"""Shows and repairs the queues of a running system, reports and exports their usage.
 
 Imports servers and datadir.
 """

@@ -122,14 +122,14 @@ def show_requests(session: QueueSession, model: str | None, *, limit: int, runni
 async def _peek(
     admin: QueueAdmin, model: str | None, limit: int, running: bool
 ) -> list[dict[str, Any]]:
-    name, shards = await _queue(admin, model)
+    name, shards = await queue_of(admin, model)
     found = await admin.peek(name, shards, limit=limit, running=running)
     return [asdict(one) for one in found]
 
 
 def show_dead(session: QueueSession, model: str | None, limit: int) -> None:
     async def read(admin: QueueAdmin) -> tuple[list[DeadLetter], int]:
-        name, shards = await _queue(admin, model)
+        name, shards = await queue_of(admin, model)
         return await admin.dead(name, shards, limit=limit), await admin.died_loading(name)
 
     found, died = session.run(read)
@@ -152,7 +152,7 @@ def replay(
     session: QueueSession, model: str | None, request_ids: Sequence[str] | None, timeout: float
 ) -> None:
     async def run(admin: QueueAdmin) -> list[str]:
-        name, shards = await _queue(admin, model)
+        name, shards = await queue_of(admin, model)
         letters = _chosen(await admin.dead(name, shards, limit=MOST_LETTERS), request_ids)
         return [
             letter.request_id
@@ -172,7 +172,7 @@ def replay(
 
 def purge(session: QueueSession, model: str | None, request_ids: Sequence[str] | None) -> None:
     async def run(admin: QueueAdmin) -> int:
-        name, shards = await _queue(admin, model)
+        name, shards = await queue_of(admin, model)
         letters = await admin.dead(name, shards, limit=MOST_LETTERS)
         return await admin.purge_dead(name, _chosen(letters, request_ids))
 
@@ -182,13 +182,13 @@ def purge(session: QueueSession, model: str | None, request_ids: Sequence[str] |
 
 def cancel_waiting(session: QueueSession, model: str | None) -> None:
     async def run(admin: QueueAdmin) -> int:
-        return await admin.purge_waiting(*await _queue(admin, model))
+        return await admin.purge_waiting(*await queue_of(admin, model))
 
     done = session.run(run)
     session.output.tell({"cancelled": done}, f"Requests cancelled: {done}.")
 
 
-async def _queue(admin: QueueAdmin, model: str | None) -> tuple[str, int]:
+async def queue_of(admin: QueueAdmin, model: str | None) -> tuple[str, int]:
     """A model and the shards of its queue; without a name the only model.
 
     Raises UsageError if there is no model, not this one, or several without a name.

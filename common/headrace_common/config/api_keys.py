@@ -53,12 +53,15 @@ class _Entry(BaseModel):
 class KeyLimits(_Entry):
     """The limits of one key over all gateways; None means no limit.
 
-    Rates are token buckets: one minute's amount may be used at once, then it refills evenly.
+    Rates are token buckets: one minute's amount may be used at once, then it refills evenly. Days
+    begin at midnight UTC.
     """
 
     requests_per_minute: int | None = Field(None, ge=1, le=10**9)
     tokens_per_minute: int | None = Field(None, ge=1, le=10**12)
     concurrency: int | None = Field(None, ge=1, le=10**6)
+    prompt_tokens_per_day: int | None = Field(None, ge=1, le=10**15)
+    output_tokens_per_day: int | None = Field(None, ge=1, le=10**15)
 
     @property
     def unlimited(self) -> bool:
@@ -68,14 +71,16 @@ class KeyLimits(_Entry):
 class ApiKey(_Entry):
     """One key. `models` None allows all models.
 
-    `priority_ceiling` is the most urgent `priority` that it may request (lower is sooner). If that
-    is later than normal, it is also the key's default.
+    `tenant_weight` is the tenant's share of a model relative to those of other tenants; all keys of
+    a tenant have the same. `priority_ceiling` is the most urgent `priority` that it may request
+    (lower is sooner). If that is later than normal, it is also the key's default.
     """
 
     id: Name
     hash: _Hash
     prefix: str = Field("", max_length=16)
     tenant: Name = DEFAULT_TENANT
+    tenant_weight: float = Field(1.0, ge=0.01, le=100)
     models: tuple[_ModelName, ...] | None = None
     limits: KeyLimits = KeyLimits()
     priority_ceiling: int = Field(0, ge=-(2**31), lt=2**31)
@@ -104,6 +109,17 @@ class _File(_Entry):
             if again is not None:
                 twice = again if name == "id" else _ids_of(self.keys, again)
                 raise ValueError(f"two keys have the same {name}: {twice}")
+        return self
+
+    @model_validator(mode="after")
+    def _weighs_each_tenant_once(self) -> "_File":
+        weights: dict[str, float] = {}
+        for key in self.keys:
+            if weights.setdefault(key.tenant, key.tenant_weight) != key.tenant_weight:
+                raise ValueError(
+                    f"two keys of the tenant {key.tenant} have different tenant_weight: "
+                    f"{weights[key.tenant]:g} and {key.tenant_weight:g}"
+                )
         return self
 
 

@@ -11,6 +11,7 @@ from enum import StrEnum
 from typing import Protocol
 
 from ..wire.messages import ChoiceState, Control, Failed, Frame, GenerateRequest, Reply
+from .ledger import AttemptUsage
 
 # A request that has ended may be queued again this often. For LOST_RESERVED_S only its own gateway
 # may do so; it asks within a third of that time. Both are also in admit.lua.
@@ -204,7 +205,8 @@ class Progress:
     `journaled[i]` tokens of choice i are already in the journal, as the last Beat said (0 before
     the first); `choices[i].token_ids` are those after them. `executing` is False while the request
     only waits in the engine: if the engine then dies, that does not count as a failure of the
-    request. So beat a request immediately when its first step starts.
+    request. So beat a request immediately when its first step starts. `usage` is what the attempt
+    has used.
     """
 
     request_id: str
@@ -212,6 +214,7 @@ class Progress:
     journaled: tuple[int, ...]
     choices: tuple[ChoiceState, ...]
     executing: bool = True
+    usage: AttemptUsage = AttemptUsage()
 
 
 class Verdict(StrEnum):
@@ -234,6 +237,17 @@ class Beat:
     verdict: Verdict
     gateway_id: str = ""
     journaled: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class TenantUse:
+    """The tokens that each tenant has used in one shard since `epoch`, as fairness counts them.
+
+    The epoch changes when the shard's counters begin again.
+    """
+
+    epoch: str
+    tokens: Mapping[str, int]
 
 
 class GatewayQueue(Protocol):
@@ -307,8 +321,16 @@ class GatewayQueue(Protocol):
     async def send(self, engine_id: str, model: str, control: Control) -> None:
         """Sends a control message to an engine of a model."""
 
-    async def cancel(self, request_id: str, model: str) -> None:
-        """Ends a request: a waiting one at once, a running one through its engine. Idempotent."""
+    async def cancel(self, request_id: str, model: str, given: int | None = None) -> None:
+        """Ends a request: a waiting one at once, a running one through its engine. Idempotent.
+
+        `given` is the number of output tokens that its client was given, for the ledger; None: as
+        many as the journal has.
+        """
+
+    async def note_given(self, request_id: str, model: str, given: int) -> None:
+        """Says how many output tokens the client of an ended request was given, if its engine may
+        have counted others: the ledger has this number. Idempotent."""
 
     async def forget(self, request_ids: Sequence[str], model: str) -> None:
         """Allows Redis to drop the outcomes of ended requests that no client will ask for."""
@@ -392,8 +414,15 @@ class EngineQueue(Protocol):
 
     async def gateway_alive(self, gateway_id: str) -> bool: ...
 
-    async def finish(self, request_id: str, attempt: int, outcome: Outcome) -> bool:
-        """Ends a request and stores its outcome; False if not the owner. Works in a full Redis."""
+    async def finish(
+        self,
+        request_id: str,
+        attempt: int,
+        outcome: Outcome,
+        usage: AttemptUsage | None = None,
+    ) -> bool:
+        """Ends a request, stores its outcome and enters its usage in the ledger; False if not the
+        owner. Works in a full Redis."""
 
     async def give_back(self, request_ids: Sequence[str]) -> None:
         """Makes own requests claimable immediately, without counting a failure."""
@@ -422,4 +451,14 @@ class ShardQueue(EngineQueue, Protocol):
 
         Returns the number that it should take from, which is larger if other processes have lately
         used more shards: these may hold requests.
+        """
+
+    async def tenant_use(self, apart: float) -> TenantUse | None:
+        """What tenants have used in this shard; None if that was read less than `apart` seconds
+        ago."""
+
+    async def add_tenant_use(self, uses: Mapping[int, TenantUse]) -> None:
+        """Adds what tenants have used in other shards, by their numbers, to this shard's counters.
+
+        Only what is new since the last call for the same epoch is added.
         """

@@ -27,19 +27,53 @@ class RateLimit(StrEnum):
     REQUESTS = "requests"
     TOKENS = "tokens"
     CONCURRENCY = "concurrency"
+    PROMPT_DAY = "prompt_tokens_per_day"
+    OUTPUT_DAY = "output_tokens_per_day"
+
+
+@dataclass(frozen=True, slots=True)
+class DayTokens:
+    """Tokens that count for the limits of a day."""
+
+    prompt: int = 0
+    output: int = 0
+
+
+NO_TOKENS = DayTokens()
+
+
+def _at_most(tokens: int, limit: int | None) -> int:
+    return tokens if limit is None else min(tokens, limit)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rates:
-    """The limits of one key; None means no limit of that kind. Rates are per minute."""
+    """The limits of one key; None means no limit of that kind. Rates are per minute. A day begins
+    at midnight UTC.
+    """
 
     requests: int | None = None
     tokens: int | None = None
     concurrency: int | None = None
+    prompt_tokens_per_day: int | None = None
+    output_tokens_per_day: int | None = None
+
+    @property
+    def daily(self) -> bool:
+        """Whether a limit of a day is set."""
+        return (self.prompt_tokens_per_day or self.output_tokens_per_day) is not None
+
+    def at_most_daily(self, tokens: "DayTokens") -> "DayTokens":
+        """The tokens of the day to reserve for a request that may use `tokens`: one that may use
+        more than the limit runs on a day of which nothing is used."""
+        return DayTokens(
+            _at_most(tokens.prompt, self.prompt_tokens_per_day),
+            _at_most(tokens.output, self.output_tokens_per_day),
+        )
 
     def at_most(self, tokens: int) -> int:
         """The tokens to reserve for a request that may use `tokens`."""
-        return tokens if self.tokens is None else min(tokens, self.tokens)
+        return _at_most(tokens, self.tokens)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,7 +89,8 @@ class Reservation:
     """Whether a request may proceed.
 
     `retry_after` is in seconds; `used` is the used part of the exceeded limit. The buckets include
-    the request if it may proceed.
+    the request if it may proceed. `day` is the number of the day, in UTC, whose tokens it has
+    reserved.
     """
 
     refused: RateLimit | None
@@ -63,6 +98,7 @@ class Reservation:
     used: int
     requests: Bucket
     tokens: Bucket
+    day: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -70,22 +106,33 @@ class Settlement:
     """How a request ended: the tokens reserved and used, and its duration in milliseconds.
 
     `counted` is False if it was never accepted; it does not count as one of the minute's requests.
+    `day` and the tokens after it are for the limits of a day, and 0 without such limits.
     """
 
     reserved: int
     used: int
     duration_ms: int
     counted: bool = True
+    day: int = 0
+    reserved_daily: DayTokens = DayTokens()
+    used_daily: DayTokens = DayTokens()
 
 
 class KeyUsage(Protocol):
     """The usage of API keys. Raises BackendUnavailable if Redis cannot be reached."""
 
-    async def reserve(self, key_id: str, request_id: str, rates: Rates, tokens: int) -> Reservation:
+    async def reserve(
+        self,
+        key_id: str,
+        request_id: str,
+        rates: Rates,
+        tokens: int,
+        daily: DayTokens = NO_TOKENS,
+    ) -> Reservation:
         """Reserves one request and its tokens, or nothing if a limit would be exceeded.
 
         Safe to repeat: a running request is not counted again. A bucket never holds more than one
-        minute's tokens, so reserve no more than `Rates.at_most`.
+        minute's tokens, so reserve no more than `Rates.at_most`, and `Rates.at_most_daily`.
         """
 
     async def settle(

@@ -39,6 +39,9 @@ CONTROLS_KEPT = 1_000
 # How long engines still read a shard after it was last in use; longer than any request lives.
 SHARDS_KEPT_MS = 7 * 86_400_000
 DEAD_LETTERS_KEPT = 10_000
+# The bounds of a shard's ledger that gateways set by default.
+LEDGER_KEPT = 100_000
+LEDGER_TTL_MS = 7 * 86_400_000
 WAKEUPS_KEPT = 16
 
 
@@ -150,11 +153,15 @@ class ShardKeys:
             f   failures without progress               pn  tokens made, pt those at the last take
             fp  fingerprint           d   deadline      tk  tokens      pk  prompt tokens
             v   version               tn  tenant        t   time of admission
+            wg  the tenant's weight, if not 1
             out outcome               why failure code  gi  whether a client got its outcome
             kp  ms to store it after its end, if longer lt  when its state was lost
             an  how often it was queued again after its end
             pe  engine it is placed with                pu  until when it waits for that engine
             ps  how many requests were taken before it meanwhile
+            ul  bounds of the ledger that it is entered in       ki  API key    ad  adapter
+            ue  number and sums of its entries there             og  output tokens that were given
+            u<attempt>  what the attempt used
         """
         return self.records + request_id
 
@@ -199,7 +206,8 @@ class ShardKeys:
     @property
     def counters(self) -> str:
         """Hash <tenant>: tokens that it has used, as far as they count; "": those of the tenant
-        served last. Expires when nothing was taken for an hour."""
+        served last. +<tenant>: all that was counted in this shard since @; =: when that was read;
+        <<shard>: what was known of another shard. Expires when nothing was taken for an hour."""
         return f"vc:{self.tag}"
 
     @property
@@ -241,6 +249,12 @@ class ShardKeys:
         """Stream {r: request id, why, n: failures, a: attempt}; never a prompt. A poisonous
         request's payload stays for a day. DEAD_LETTERS_KEPT entries."""
         return f"dl:{self.tag}"
+
+    @property
+    def ledger(self) -> str:
+        """Stream {e: msgpack list}, what each request that has ended used (see UsageEntry). Bounded
+        by the gateways' `usage_ledger_entries` and `usage_ledger_retention`."""
+        return f"ul:{self.tag}"
 
     @property
     def engines(self) -> str:
@@ -392,7 +406,8 @@ SEALING_CHECK = "sc:{sc}"
 
 def key_usage(key_id: str) -> str:
     """Hash, what an API key has used of its limits: r requests, t tokens, at Unix ms of both,
-    d usual duration of a request in ms. Expires IDLE_MS after all usage has decayed."""
+    d usual duration of a request in ms. Limits of a day add dy, the day's number (UTC), and dp and
+    do, its prompt and output tokens. Expires IDLE_MS after all usage has decayed."""
     return f"ku:{_tag('k', key_id)}"
 
 

@@ -45,7 +45,8 @@ class GenerateRequest:
     gateway follows it, if that is longer than the engine's own limit. With `pooling` it ends with
     the prompt's embedding; an engine that does not know that field generates `max_tokens` tokens
     instead. `lora` names the adapter to run with; an engine that does not know that field runs the
-    model without one.
+    model without one. `tenant_weight` is the tenant's share relative to those of other tenants.
+    `key` is the id of the client's API key; engines do not need it.
     """
 
     request_id: str
@@ -62,6 +63,8 @@ class GenerateRequest:
     window_ms: int = 0
     pooling: PoolingParams | None = None
     lora: str | None = None
+    tenant_weight: float = 1.0
+    key: str = ""
 
     @property
     def served_model(self) -> str:
@@ -272,6 +275,10 @@ def encode_request(request: GenerateRequest) -> bytes:
         body["pooling"] = {"dimensions": request.pooling.dimensions}
     if request.lora is not None:
         body["lora"] = request.lora
+    if request.tenant_weight != 1:
+        body["weight"] = float(request.tenant_weight)
+    if request.key:
+        body["key"] = request.key
     return pack_message(body, other=_plain)
 
 
@@ -301,7 +308,16 @@ def decode_request(data: bytes) -> GenerateRequest:
         window_ms=_get({"window": 0, **body}, "window", int),
         pooling=_pooling(_get(body, "pooling", dict)) if "pooling" in body else None,
         lora=_identifier(body, "lora") if "lora" in body else None,
+        tenant_weight=_weight(body),
+        key=_identifier(body, "key") if "key" in body else "",
     )
+
+
+def _weight(body: dict[Any, Any]) -> float:
+    weight = _get({"weight": 1.0, **body}, "weight", float)
+    if not 0 < weight < float("inf"):
+        raise MessageError(f"weight: {weight} is not above 0")
+    return weight
 
 
 def pack_tokens(token_ids: Sequence[int]) -> bytes:

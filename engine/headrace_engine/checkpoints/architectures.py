@@ -12,21 +12,45 @@ from typing import Any, Literal
 # that switch: the layers of layer_types or max_window_layers (layers), or of layer_types alone
 # (named). Without it: the layers of layer_types (typed), or else all but every n-th (interleaved),
 # or else those from max_window_layers on (late). With chunks of attention_chunk_size instead: the
-# layers of layer_types, or else those that are rotated (chunked).
+# layers of layer_types, or else those that are rotated (chunked). The layers of layer_types, or
+# those with a 1 in hybrid_layer_pattern, or else all but the first and every sixth (patterned).
 Windows = Literal[
-    "none", "all", "switched", "layers", "named", "typed", "interleaved", "late", "chunked"
+    "none",
+    "all",
+    "switched",
+    "layers",
+    "named",
+    "typed",
+    "interleaved",
+    "late",
+    "chunked",
+    "patterned",
 ]
 # Where a layer has norms: before attention and MLP, before and after them, or only after them.
 Norms = Literal["before", "around", "after"]
 # Which layers are not rotated: none; those with a 0 in no_rope_layers, or every n-th (listed);
 # those without a window if other layers have one (global).
 Unrotated = Literal["none", "listed", "global"]
+# Which layers have a sink in the softmax of each head: none, all, or those with a window.
+Sinks = Literal["none", "all", "windows"]
 # How a checkpoint names and splits its matrices.
 TensorLayout = Literal[
-    "llama", "phi3", "mixtral", "glm", "glm4", "gptoss", "deepseek", "ernie", "hunyuan", "llama4"
+    "llama",
+    "phi3",
+    "mixtral",
+    "glm",
+    "glm4",
+    "gptoss",
+    "deepseek",
+    "ernie",
+    "hunyuan",
+    "llama4",
+    "mimo",
+    "longcat",
 ]
 # Which layers have an MLP instead of a mixture: none; as many as first_k_dense_replace, from layer
-# 0 on (first); those that mlp_layer_types calls dense, or else the same (typed). By their numbers:
+# 0 on (first); those that mlp_layer_types calls dense, or those with a 0 in moe_layer_freq, or else
+# the same (typed). By their numbers:
 # those outside moe_layer_start_index to moe_layer_end_index, in steps of moe_layer_interval
 # (ranged); those outside moe_layers, or all but every n-th (listed).
 Dense = Literal["none", "first", "typed", "ranged", "listed"]
@@ -45,7 +69,9 @@ class Mixture:
     the default of routed_scaling_factor, which multiplies weights; None: nothing does.
     `shared_field` names the number of experts that compute every token, `shared` if it is absent or
     there is no such field. `dense_layers` is the default of first_k_dense_replace. With
-    `scaled_inputs` weights multiply what experts read instead of what they return.
+    `scaled_inputs` weights multiply what experts read instead of what they return. `zero` is the
+    default of zero_expert_num: experts that return what they read; None: there are none. With
+    `shortcut` the mixture lies beside two layers (LongCat-Flash), of which num_layers counts pairs.
     """
 
     count: int | None = None
@@ -67,14 +93,19 @@ class Mixture:
     dense: Dense = "none"
     dense_layers: int = 0
     scaled_inputs: bool = False
+    zero: int | None = None
+    shortcut: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class Latents:
     """Attention over latents (MLA): defaults of q_lora_rank, qk_nope_head_dim and v_head_dim.
 
+    `scaled`: queries and latents are multiplied by the root of hidden_size over their rank.
+
     With `index_heads`, the default of index_n_heads, an indexer chooses the keys of each position
-    (DeepSeek V3.2). Its rotation pairs neighbours if `index_interleaved`.
+    (DeepSeek V3.2). Its rotation pairs neighbours if `index_interleaved`. With `index_shared` some
+    layers may attend to the keys that the layer before them attends to.
     """
 
     query_rank: int = 1536
@@ -82,6 +113,8 @@ class Latents:
     value: int = 128
     index_heads: int | None = None
     index_interleaved: bool = False
+    index_shared: bool = False
+    scaled: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,7 +131,10 @@ class Architecture:
     by llama_4_scaling_beta in all layers (all), or by attn_scale in those without rotation
     (unrotated). `multipliers`: Granite's four fields. `global_every` n: every n-th
     layer sees all keys if config.json does not say. `vocab_size`, `num_heads` and `num_kv_heads`
-    replace absent fields. `qk_norm_field` names the switch of `qk_norm`
+    replace absent fields. `value_dim` is the default of v_head_dim, where values are narrower than
+    keys and are scaled by attention_value_scale (`value_scale`). Layers with a window have
+    swa_num_key_value_heads KV heads; `window_kv_heads` is their default, times num_key_value_heads;
+    None: all layers have the same number. `qk_norm_field` names the switch of `qk_norm`
     or `unit_qk_norm`, whose default is `qk_norm`. `inner_field` names the inner size of MLPs, whose
     default is `inner`. `mixture` replaces
     `experts`. `latents`: attention is over latents. `draft_layers` is the default of
@@ -123,6 +159,7 @@ class Architecture:
     rope_theta: float = 10_000.0
     rope_scaling: Mapping[str, str | float | bool] = field(default_factory=dict)
     local_rope_theta: float | None = None
+    local_rope_field: str = "rope_local_base_freq"
     rms_norm_eps: float = 1e-6
     tie_word_embeddings: bool = False
     partial_rotary: float | None = None
@@ -138,7 +175,7 @@ class Architecture:
     attention_softcap: float | None = None
     logits_softcap: float | None = None
     experts: Literal["none", "mixtral", "qwen", "gptoss"] = "none"
-    sinks: bool = False
+    sinks: Sinks = "none"
     shared_expert: bool = False
     mixture: Mixture | None = None
     latents: Latents | None = None
@@ -147,6 +184,9 @@ class Architecture:
     vocab_size: int | None = None
     num_heads: int | None = None
     num_kv_heads: int | None = None
+    value_dim: int | None = None
+    value_scale: float | None = None
+    window_kv_heads: int | None = None
 
 
 # The decoders with recurrent layers; models.hybrid reads their config.json.
@@ -436,7 +476,7 @@ ARCHITECTURES: dict[str, Architecture] = {
         },
         rms_norm_eps=1e-5,
         experts="gptoss",
-        sinks=True,
+        sinks="all",
     ),
     "Qwen3MoeForCausalLM": Architecture(qk_norm=True, experts="qwen", windows="switched"),
     "Glm4MoeForCausalLM": _GLM4_MOE,
@@ -482,6 +522,41 @@ ARCHITECTURES: dict[str, Architecture] = {
             "scoring_func": ("sigmoid",),
             "use_routing_bias": (True,),
             "shared_intermediate_size": (0,),
+        },
+    ),
+    "MiMoV2FlashForCausalLM": Architecture(
+        o_bias=False,
+        windows="patterned",
+        sliding_window=129,
+        head_dim=192,
+        value_dim=128,
+        value_scale=0.707,
+        num_heads=64,
+        num_kv_heads=4,
+        window_kv_heads=2,
+        max_position_embeddings=131072,
+        layout="mimo",
+        rope_theta=5_000_000.0,
+        local_rope_theta=10_000.0,
+        local_rope_field="swa_rope_theta",
+        partial_rotary=0.334,
+        rms_norm_eps=1e-5,
+        sinks="windows",
+        mixture=replace(
+            _SIGMOID,
+            count=256,
+            per_token=8,
+            inner=2048,
+            shared_field=None,
+            shared=0,
+            dense="typed",
+            dense_layers=1,
+        ),
+        required={
+            "scoring_func": ("sigmoid",),
+            "topk_method": ("noaux_tc",),
+            "add_swa_attention_sink_bias": (True,),
+            "add_full_attention_sink_bias": (False,),
         },
     ),
     "OlmoeForCausalLM": Architecture(
@@ -564,10 +639,46 @@ ARCHITECTURES: dict[str, Architecture] = {
         max_position_embeddings=202752,
         rms_norm_eps=1e-5,
         latents=Latents(
-            query_rank=2048, plain=192, value=256, index_heads=32, index_interleaved=True
+            query_rank=2048,
+            plain=192,
+            value=256,
+            index_heads=32,
+            index_interleaved=True,
+            index_shared=True,
         ),
         mixture=replace(_DEEPSEEK_V3, groups=(1, 1), dense="typed"),
         draft_layers=1,
+    ),
+    "LongcatFlashForCausalLM": replace(
+        _LATENT,
+        layout="longcat",
+        max_position_embeddings=131072,
+        rope_theta=10_000_000.0,
+        rms_norm_eps=1e-5,
+        inner_field="ffn_hidden_size",
+        inner=12288,
+        latents=Latents(scaled=True),
+        mixture=Mixture(
+            count=512,
+            per_token=12,
+            inner=2048,
+            chosen_field="moe_topk",
+            inner_field="expert_ffn_hidden_size",
+            correction=True,
+            renormalise=False,
+            factor=6.0,
+            zero=256,
+            shortcut=True,
+        ),
+        required={
+            "attention_bias": (False,),
+            "attention_method": ("MLA",),
+            "mla_scale_kv_lora": (True,),
+            "mla_scale_q_lora": (True,),
+            "norm_topk_prob": (False,),
+            "router_bias": (False,),
+            "zero_expert_type": ("identity",),
+        },
     ),
     "Glm4MoeLiteForCausalLM": replace(
         _LATENT,

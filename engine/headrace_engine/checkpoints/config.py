@@ -14,6 +14,7 @@ from .architectures import (
     Architecture,
     Latents,
     Mixture,
+    Sinks,
     TensorLayout,
 )
 from .checkpoint import Checkpoint
@@ -55,6 +56,11 @@ class ExpertsConfig:
     or None; `shared_gate`: a stored vector gates it. With `bias` router and experts have biases;
     `swiglu` is their activation if it differs from the model's. With `scaled_inputs` an expert
     computes its weight times the row, and results are added as they are (Llama 4).
+
+    The router also chooses from `zero` experts after the others, which return the row that they
+    read. With `shortcut` no layer has a mixture instead of its MLP. Instead every even layer has
+    one beside it, which reads the same row, and whose result is added to that of the next layer
+    (LongCat-Flash, https://arxiv.org/abs/2509.01322).
     """
 
     count: int
@@ -73,6 +79,13 @@ class ExpertsConfig:
     factor: float = 1.0
     shared_gate: bool = True
     scaled_inputs: bool = False
+    zero: int = 0
+    shortcut: bool = False
+
+    @property
+    def choices(self) -> int:
+        """The number of experts that the router chooses from."""
+        return self.count + self.zero
 
     @property
     def is_plain(self) -> bool:
@@ -88,13 +101,15 @@ class IndexConfig:
     A key's score is the sum over `heads` of their products with the key, those below 0 being 0,
     each times a weight of the position. The cache has one key of `width` elements for each
     position. Each position attends to the `kept` keys with the best scores. The rotation of these
-    keys and queries pairs neighbours if `interleaved`.
+    keys and queries pairs neighbours if `interleaved`. The layers in `shared` have no indexer: they
+    attend to the keys that the layer before them attends to.
     """
 
     heads: int
     width: int
     kept: int
     interleaved: bool
+    shared: frozenset[int] = frozenset()
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,6 +120,7 @@ class LatentConfig:
     all heads are made, and a rotated key of `rotary` elements that all heads share. A head's query
     and key have `plain` elements more, its values have `value`. Queries are made from `query_rank`
     elements, or from the hidden state. With `index` a position attends to few of the latents.
+    Queries are multiplied by `query_factor`, latents by `factor`.
     """
 
     rank: int
@@ -113,6 +129,8 @@ class LatentConfig:
     value: int
     query_rank: int | None
     index: IndexConfig | None = None
+    query_factor: float = 1.0
+    factor: float = 1.0
 
     @property
     def width(self) -> int:
@@ -136,9 +154,11 @@ class ModelConfig:
     `rounds_embedding_scale`; logits are divided by `logits_divisor`. With `offset_norms` norms
     multiply by 1 + weight; `input_norms` are before attention and MLP, `output_norms` after them.
     With `wide_qk_norm` those of Q and K cover all heads together; with `rotated_qk_norm` those come
-    after the rotation; with `unit_qk_norm` rotated layers have such norms without weights. With
-    `sinks` each head's softmax includes a sink logit. With `latent`, the cache has one KV head of
-    that width; values are its first elements. `kv_scales` has an entry for each layer, read from
+    after the rotation; with `unit_qk_norm` rotated layers have such norms without weights. In the
+    layers that `sinks` names each head's softmax includes a sink logit. Layers with a window have
+    `window_kv_heads` KV heads; None: as many as the others. A head's values have `value_dim`
+    elements, times `value_scale`; None: as many as keys. With `latent`, the cache has one KV head
+    of that width; values are its first elements. `kv_scales` has an entry for each layer, read from
     the weights. The checkpoint has `draft_layers` more layers, which are not read.
     """
 
@@ -179,7 +199,10 @@ class ModelConfig:
     logits_softcap: float | None = None
     logits_divisor: float | None = None
     experts: ExpertsConfig | None = None
-    sinks: bool = False
+    sinks: Sinks = "none"
+    window_kv_heads: int | None = None
+    value_dim: int | None = None
+    value_scale: float | None = None
     kv_scales: tuple[tuple[float, float], ...] | None = None
     draft_layers: int = 0
     latent: LatentConfig | None = None
@@ -190,12 +213,40 @@ class ModelConfig:
         return self.head_dim if self.latent is None else self.latent.rotary
 
     @property
-    def cached_elements(self) -> int:
+    def value_width(self) -> int:
+        """Elements of a head's values; the cache keeps them as wide as keys."""
+        return self.head_dim if self.value_dim is None else self.value_dim
+
+    @property
+    def has_equal_heads(self) -> bool:
+        """Whether all layers have as many KV heads, and values are as wide as keys."""
+        return self.window_kv_heads is None and self.value_dim is None
+
+    def index_of(self, layer: int) -> IndexConfig | None:
+        """The layer's indexer; None if it has none."""
+        index = None if self.latent is None else self.latent.index
+        return None if index is None or layer in index.shared else index
+
+    def has_shortcut(self, layer: int) -> bool:
+        """Whether a mixture lies beside the layer and the next one."""
+        return self.experts is not None and self.experts.shortcut and layer % 2 == 0
+
+    def kv_heads(self, layer: int) -> int:
+        """The number of KV heads of a layer."""
+        if self.window_kv_heads is None or self.windows[layer] is None:
+            return self.num_kv_heads
+        return self.window_kv_heads
+
+    def has_sinks(self, layer: int) -> bool:
+        """Whether the softmax of the layer's heads includes a sink."""
+        return self.sinks == "all" or (self.sinks == "windows" and self.windows[layer] is not None)
+
+    def cached_elements(self, layer: int) -> int:
         """Elements that a layer caches for a position."""
         if self.latent is not None:
-            index = self.latent.index
+            index = self.index_of(layer)
             return self.latent.width + (0 if index is None else index.width)
-        return 2 * self.num_kv_heads * self.head_dim
+        return 2 * self.kv_heads(layer) * self.head_dim
 
     def kv_scale(self, layer: int) -> tuple[float, float]:
         """The divisor of a layer's keys and values in a cache of 8-bit floats."""
@@ -239,6 +290,8 @@ class ModelConfig:
 
 
 def _read(fields: Fields, family: Architecture) -> ModelConfig:
+    if family.mixture is not None and family.mixture.shortcut:
+        fields = fields.with_field("num_hidden_layers", 2 * fields.integer("num_layers"))
     hidden = fields.integer("hidden_size")
     heads = fields.integer("num_attention_heads", family.num_heads)
     latent = None if family.latents is None else _latent(fields, family.latents)
@@ -254,7 +307,8 @@ def _read(fields: Fields, family: Architecture) -> ModelConfig:
         raise fields.error("head_dim", "even")
     positions = fields.integer("max_position_embeddings", default=family.max_position_embeddings)
     chunked = family.windows == "chunked"
-    windows = _chunks(fields, family) if chunked else _windows(fields, family)
+    read_windows = {"chunked": _chunks, "patterned": _patterned}.get(family.windows, _windows)
+    windows = read_windows(fields, family)
     for name, allowed in family.required.items():
         fields.require(name, allowed, default=allowed[0])
     experts = _experts(fields, family)
@@ -266,6 +320,7 @@ def _read(fields: Fields, family: Architecture) -> ModelConfig:
         # Norms without weights commute with a rotation, but not with the factor of these.
         raise fields.error("rope_scaling", "of another type than yarn and longrope")
     residual = fields.number("residual_multiplier", 1.0) if family.multipliers else 1.0
+    value_dim = _value_dim(fields, family, head_dim)
     return ModelConfig(
         vocab_size=fields.integer("vocab_size", family.vocab_size),
         hidden_size=hidden,
@@ -311,8 +366,38 @@ def _read(fields: Fields, family: Architecture) -> ModelConfig:
         experts=experts,
         latent=latent,
         sinks=family.sinks,
+        window_kv_heads=_window_kv_heads(fields, family, heads, kv_heads),
+        value_dim=value_dim,
+        value_scale=None
+        if family.value_scale is None
+        else fields.optional("attention_value_scale", family.value_scale),
         draft_layers=fields.count("num_nextn_predict_layers", family.draft_layers),
     )
+
+
+def _value_dim(fields: Fields, family: Architecture, head_dim: int) -> int | None:
+    """The width of values where they are narrower than keys. Layers with a window must have the
+    same heads as the others."""
+    if family.value_dim is None:
+        return None
+    found = fields.integer("v_head_dim", family.value_dim)
+    if found > head_dim:
+        raise fields.error("v_head_dim", f"at most head_dim ({head_dim})")
+    for name, value in (("swa_head_dim", head_dim), ("swa_v_head_dim", found)):
+        fields.require(name, (value,), default=value)
+    return found
+
+
+def _window_kv_heads(fields: Fields, family: Architecture, heads: int, kv_heads: int) -> int | None:
+    """The number of KV heads of layers with a window, where it differs from that of the others."""
+    if family.window_kv_heads is None:
+        return None
+    fields.require("swa_num_attention_heads", (heads,), default=heads)
+    name = "swa_num_key_value_heads"
+    found = fields.integer(name, family.window_kv_heads * kv_heads)
+    if heads % found:
+        raise fields.error(name, f"a divisor of num_attention_heads ({heads})")
+    return found
 
 
 def _bias(fields: Fields, fixed: bool | None, name: str | None) -> bool:
@@ -342,7 +427,7 @@ def _scale(fields: Fields, family: Architecture, head_dim: int) -> float:
 
 
 def _latent(fields: Fields, family: Latents) -> LatentConfig:
-    return LatentConfig(
+    found = LatentConfig(
         rank=fields.integer("kv_lora_rank", 512),
         rotary=fields.integer("qk_rope_head_dim", 64),
         plain=fields.integer("qk_nope_head_dim", family.plain),
@@ -350,15 +435,25 @@ def _latent(fields: Fields, family: Latents) -> LatentConfig:
         query_rank=fields.optional_integer("q_lora_rank", family.query_rank),
         index=None if family.index_heads is None else _index(fields, family, family.index_heads),
     )
+    if not family.scaled:
+        return found
+    if found.query_rank is None:
+        raise fields.error("q_lora_rank", "a whole number above 0")
+    fields.require("qk_head_dim", (found.query_width,), default=found.query_width)
+    hidden = fields.integer("hidden_size")
+    return replace(
+        found,
+        query_factor=(hidden / found.query_rank) ** 0.5,
+        factor=(hidden / found.rank) ** 0.5,
+    )
 
 
 def _index(fields: Fields, family: Latents, heads: int) -> IndexConfig:
-    kinds = fields.get("indexer_types", None)
-    if (kinds is not None and set(kinds) != {"full"}) or any(
-        fields.get(name, default) != default
-        for name, default in (("index_topk_freq", 1), ("index_topk_pattern", None))
-    ):
-        raise fields.error("indexer_types", "full for all layers: layers share no chosen keys here")
+    shared = _shared_index(fields)
+    if shared and not family.index_shared:
+        raise fields.error(
+            "indexer_types", "full for all layers: layers of this model share no chosen keys"
+        )
     if fields.optional_integer("q_lora_rank", family.query_rank) is None:
         raise fields.error("q_lora_rank", "a whole number above 0")
     found = IndexConfig(
@@ -366,6 +461,7 @@ def _index(fields: Fields, family: Latents, heads: int) -> IndexConfig:
         width=fields.integer("index_head_dim", 128),
         kept=fields.integer("index_topk", 2048),
         interleaved=family.index_interleaved,
+        shared=shared,
     )
     rotary = fields.integer("qk_rope_head_dim", 64)
     if found.width < rotary:
@@ -373,13 +469,32 @@ def _index(fields: Fields, family: Latents, heads: int) -> IndexConfig:
     return found
 
 
+def _shared_index(fields: Fields) -> frozenset[int]:
+    """The layers that use the keys that the layer before them uses: those that indexer_types or
+    index_topk_pattern calls shared, or all but every index_topk_freq-th after the first ones."""
+    layers = range(fields.integer("num_hidden_layers"))
+    every, first = fields.integer("index_topk_freq", 1), fields.count("index_skip_topk_offset", 2)
+    usual: Any = ["shared" if max(layer - first + 1, 0) % every else "full" for layer in layers]
+    if fields.get("index_topk_pattern", None) is not None:
+        usual = [
+            {"F": "full", "S": "shared"}.get(kind, kind)
+            for kind in fields.get("index_topk_pattern", "")
+        ]
+    kinds = fields.get("indexer_types", usual)
+    if not isinstance(kinds, list) or len(kinds) != len(layers):
+        raise fields.error("indexer_types", f"a list of {len(layers)} names")
+    if not set(kinds) <= {"full", "shared"} or kinds[0] != "full":
+        raise fields.error("indexer_types", "made of full and shared, and begin with full")
+    return frozenset(layer for layer in layers if kinds[layer] == "shared")
+
+
 def _latent_scale(latent: LatentConfig, rope: RopeConfig) -> float:
     """The scale of attention over latents.
 
-    It includes YaRN's second factor, which is not part of cos and sin.
+    It includes the factor of queries, and YaRN's second factor, which is not part of cos and sin.
     """
     weight = rope.parameters.get("mscale_all_dim")
-    scale = float(latent.query_width**-0.5)
+    scale = float(latent.query_width**-0.5) * latent.query_factor
     if rope.rope_type == "default" or not weight:
         return scale
     return scale * yarn_mscale(rope.parameters["factor"], weight) ** 2
@@ -481,6 +596,19 @@ def _interleaved(fields: Fields, family: Architecture, layers: int) -> list[bool
     return [bool((index + 1) % every) for index in range(layers)]
 
 
+def _patterned(fields: Fields, family: Architecture) -> tuple[int | None, ...]:
+    """With hybrid_layer_pattern: for each layer 1 if it has a window, otherwise 0."""
+    layers = fields.integer("num_hidden_layers")
+    window = fields.integer("sliding_window", family.sliding_window)
+    if fields.get("sliding_window_size", None) is not None:  # without the position itself
+        window = fields.integer("sliding_window_size") + 1
+    usual = [index > 0 and (index + 1) % 6 > 0 for index in range(layers)]
+    pattern = fields.get("hybrid_layer_pattern", usual)
+    if not isinstance(pattern, list) or len(pattern) != layers or not set(pattern) <= {0, 1}:
+        raise fields.error("hybrid_layer_pattern", f"a list of {layers} numbers 0 or 1")
+    return _named(fields, window, [bool(each) for each in pattern])
+
+
 def _named(
     fields: Fields, window: int | None, sliding: list[bool], kind: str = "sliding_attention"
 ) -> tuple[int | None, ...]:
@@ -557,6 +685,8 @@ def _mixture(fields: Fields, family: Mixture) -> ExpertsConfig:
         else fields.number("routed_scaling_factor", family.factor),
         shared_gate=False,
         scaled_inputs=family.scaled_inputs,
+        zero=0 if family.zero is None else fields.count("zero_expert_num", family.zero),
+        shortcut=family.shortcut,
     )
     groups, kept = found.groups, found.kept_groups
     if (
@@ -582,13 +712,16 @@ def _mixture_layers(fields: Fields, family: Mixture) -> tuple[bool, ...]:
     """Whether each layer has a mixture."""
     layers = range(fields.integer("num_hidden_layers"))
     if family.dense == "none":
-        return (True,) * len(layers)
+        return (not family.shortcut,) * len(layers)
     if family.dense == "first":
         first = fields.count("first_k_dense_replace", family.dense_layers)
         return tuple(index >= first for index in layers)
     if family.dense == "typed":
         first = fields.count("first_k_dense_replace", family.dense_layers)
         usual = ["dense" if index < first else "sparse" for index in layers]
+        stated = fields.get("moe_layer_freq", None)
+        if isinstance(stated, list):
+            usual = ["sparse" if each else "dense" for each in stated]
         kinds = fields.get("mlp_layer_types", usual)
         if not isinstance(kinds, list) or len(kinds) != len(layers):
             raise fields.error("mlp_layer_types", f"a list of {len(layers)} names")
@@ -623,8 +756,10 @@ def _every_layer(fields: Fields, count: int, per_token: int) -> ExpertsConfig:
 
 
 def _checked(fields: Fields, experts: ExpertsConfig) -> ExpertsConfig:
-    if experts.per_token > experts.count:
-        raise fields.error("num_experts_per_tok", f"at most the number of experts {experts.count}")
+    if experts.per_token > experts.choices:
+        raise fields.error(
+            "num_experts_per_tok", f"at most the number of experts {experts.choices}"
+        )
     return experts
 
 

@@ -17,6 +17,10 @@ class Fields:
     def __init__(self, path: Path, content: JsonObject, prefix: str = "") -> None:
         self.path, self._content, self._prefix = path, content, prefix
 
+    def with_field(self, name: str, value: object) -> "Fields":
+        """The same fields, of which one has another value."""
+        return Fields(self.path, {**self._content, name: value}, self._prefix)
+
     def __contains__(self, name: str) -> bool:
         return name in self._content
 

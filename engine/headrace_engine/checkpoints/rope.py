@@ -97,7 +97,7 @@ def read_local_rope(
     if family.local_rope_theta is None:
         return None
     parameters = Fields(fields.path, fields.object("rope_parameters"), prefix="rope_parameters.")
-    theta = fields.number("rope_local_base_freq", family.local_rope_theta)
+    theta = fields.number(family.local_rope_field, family.local_rope_theta)
     name = "rope_parameters.sliding_attention"
     local = parameters.object("sliding_attention")
     return _read(fields, family, name, local, theta, head_dim, positions)

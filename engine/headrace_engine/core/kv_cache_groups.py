@@ -77,11 +77,16 @@ class KVGroups:
 
 @dataclass(frozen=True, slots=True)
 class KVLayout:
-    """The group of each layer, and the place in a block's memory that it shares across groups."""
+    """The group of each layer, and the place in a block's memory that it shares across groups.
+
+    Layers of some groups may have fewer KV heads than those of others. A block then has room for
+    `parts` of their blocks, by group, of which they use the first. Empty: all layers are alike.
+    """
 
     groups: KVGroups
     layers: tuple[int, ...]
     places: tuple[int, ...]
+    parts: tuple[int, ...] = ()
 
     @classmethod
     def of(
@@ -115,6 +120,18 @@ class KVLayout:
         return cls(
             KVGroups.uniform(widest, chunked), (0,) * len(windows), tuple(range(len(windows)))
         )
+
+    def with_sizes(self, sizes: Sequence[int]) -> "KVLayout | None":
+        """The layout for layers whose blocks have these sizes. None if the layers of a group
+        differ, or a smaller block does not divide the largest one."""
+        largest = max(sizes)
+        if any(
+            sizes[layer] != sizes[self.layer_of_each_group[group]] or largest % sizes[layer]
+            for layer, group in enumerate(self.layers)
+        ):
+            return None
+        parts = tuple(largest // sizes[layer] for layer in self.layer_of_each_group)
+        return replace(self, parts=parts)
 
     def with_state(self, blocks: int) -> "KVLayout":
         """The layout for a model whose recurrent state takes `blocks` blocks."""

@@ -56,7 +56,8 @@ class EngineRequest:
     `params.structured_outputs`, compiled by the caller; `thinking` is the limit of
     `params.thinking_token_budget`, made by the caller. The engine sets `candidates` for beams: how
     many of the most likely tokens the search reads. `logprobs` is what the sampler reads:
-    `candidates`, or the user's value. `lora` names the adapter to run with.
+    `candidates`, or the user's value. `lora` names the adapter to run with. `tenant_weight` is the
+    tenant's share relative to other tenants'.
     `arrival` and `deadline` are seconds of the monotonic clock. `priority` 0 is normal; lower runs
     sooner.
     """
@@ -76,6 +77,7 @@ class EngineRequest:
     thinking: "ThinkingBudget | None" = None
     candidates: int | None = None
     lora: str | None = None
+    tenant_weight: float = 1.0
     logprobs: int | None = field(init=False)
 
     def __post_init__(self) -> None:

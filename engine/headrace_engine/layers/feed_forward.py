@@ -153,7 +153,8 @@ class SparseMoe:
     """Sends each token through the experts that the router chooses.
 
     Experts are computed together if their layers support it and no adapter changes them; else one
-    by one, which waits for the device to learn how many rows each expert has.
+    by one, which waits for the device to learn how many rows each expert has. Experts after the
+    last one return their rows, or nothing without `returns_rows`: one of several ranks adds them.
     """
 
     router: Linear
@@ -161,11 +162,12 @@ class SparseMoe:
     shared: SharedExpert | None
     config: ExpertsConfig
     correction: torch.Tensor | None = None
+    returns_rows: bool = True
     _joined: JoinedExperts | None = field(init=False, default=None)
 
     def __post_init__(self) -> None:
         first = self.experts[0].gate_up
-        if isinstance(first, JoinableLinear):
+        if isinstance(first, JoinableLinear) and not self.config.zero:
             object.__setattr__(self, "_joined", first.join(self.experts, self.config))
 
     @property
@@ -213,12 +215,13 @@ class SparseMoe:
         self, rows: torch.Tensor, chosen: torch.Tensor, lora: ExpertRows | None
     ) -> torch.Tensor:
         """Computes rows [T * K, H], sorted by expert, each with its expert."""
-        counts = torch.bincount(chosen.flatten(), minlength=self.config.count).tolist()
+        counts = torch.bincount(chosen.flatten(), minlength=self.config.choices).tolist()
         output, start = torch.empty_like(rows), 0
-        for index, (expert, count) in enumerate(zip(self.experts, counts, strict=True)):
+        for index, (expert, count) in enumerate(zip(self.experts, counts, strict=False)):
             if count:
                 stop = start + count
                 adapted = None if lora is None else lora.part(index, start, stop)
                 output[start:stop] = expert(rows[start:stop], adapted)
                 start = stop
+        output[start:] = rows[start:] if self.returns_rows else 0
         return output

@@ -83,14 +83,23 @@ def _whole(_: str, shape: tuple[int, int]) -> tuple[Run, Run]:
 
 
 def lora_shapes(config: ModelConfig, cut: Cut = _whole) -> tuple[LayerShapes, ...]:
-    """The shapes of each layer."""
+    """The shapes of each layer. None where two layers are numbered as one in a checkpoint, so that
+    the names in adapters are others."""
+    if config.experts is not None and config.experts.shortcut:
+        return ()
     return tuple(_layer(config, index, cut) for index in range(config.num_layers))
 
 
-def _layer(config: ModelConfig, index: int, cut: Cut) -> LayerShapes:
+def _layer(config: ModelConfig, index: int, whole_cut: Cut) -> LayerShapes:
     hidden = config.hidden_size
+
+    def cut(name: str, shape: tuple[int, int]) -> tuple[Run, Run]:
+        return whole_cut(f"model.layers.{index}.{name}", shape)
+
     shapes = (
-        _latent_shapes(config, config.latent, cut) if config.latent else _attention(config, cut)
+        _latent_shapes(config, config.latent, cut)
+        if config.latent
+        else _attention(config, index, cut)
     )
     experts = config.experts
     if experts is not None and experts.sparse[index]:
@@ -107,13 +116,13 @@ def _layer(config: ModelConfig, index: int, cut: Cut) -> LayerShapes:
     return shapes
 
 
-def _attention(config: ModelConfig, cut: Cut) -> dict[LinearName, LinearShape]:
-    hidden = config.hidden_size
-    heads, kv = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
-    qkv = {"q_proj": heads, "k_proj": kv, "v_proj": kv}
+def _attention(config: ModelConfig, index: int, cut: Cut) -> dict[LinearName, LinearShape]:
+    hidden, dim, width = config.hidden_size, config.head_dim, config.value_width
+    heads, kv = config.num_heads, config.kv_heads(index)
+    qkv = {"q_proj": heads * dim, "k_proj": kv * dim, "v_proj": kv * width}
     return {
         "qkv": _linear(hidden, qkv, "self_attn", cut, "qkv_proj" if config.merged_qkv else None),
-        "o": _linear(heads, {"o_proj": hidden}, "self_attn", cut),
+        "o": _linear(heads * width, {"o_proj": hidden}, "self_attn", cut),
     }
 
 

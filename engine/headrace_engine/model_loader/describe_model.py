@@ -95,7 +95,8 @@ def _with_state(found: Description, checkpoint: Checkpoint, dtype: torch.dtype) 
 
 def _kv_bytes(config: ModelConfig, dtype: torch.dtype) -> int:
     """KV bytes of a token in all layers; layers with a window keep only the last tokens."""
-    return config.num_layers * config.cached_elements * dtype.itemsize
+    layers = range(config.num_layers)
+    return sum(config.cached_elements(layer) for layer in layers) * dtype.itemsize
 
 
 def main(folder: str) -> None:

@@ -106,7 +106,7 @@ def place_model(config: EngineConfig, shard: Shard | None = None) -> PlacedModel
         layout=_layout(config, loaded, block_bytes),
         pooler_config=pooler_config,
         cache_dtype=stored,
-        lora_shapes=_lora_shapes(config, loaded.model),
+        lora_shapes=_lora_shapes(config, loaded.model, name),
         draft_head=loaded.draft_head,
     )
     if _is_tuned(config, placed):
@@ -119,20 +119,26 @@ def place_model(config: EngineConfig, shard: Shard | None = None) -> PlacedModel
 def _layout(
     config: EngineConfig, loaded: LoadedModel, block_bytes: Callable[[KVShape], int]
 ) -> KVLayout:
-    """The layout: layers that keep different positions get separate blocks, if all blocks have the
-    same size. A draft head's layers follow the model's and keep all positions."""
+    """The layout: layers that keep different positions get separate blocks, if all blocks of these
+    layers have the same size or parts of it. A draft head's layers follow the model's and keep all
+    positions."""
     shapes = loaded.model.kv_shapes
     windows = loaded.windows or (None,) * len(shapes)
     if loaded.draft_head is not None:
         shapes = (*shapes, *loaded.draft_head.kv_shapes)
         windows = (*windows, *(None for _ in loaded.draft_head.kv_shapes))
-    hybrid = KVLayout.of(windows, hybrid=len(set(shapes)) == 1, chunked=loaded.chunked)
     if isinstance(loaded.model, RecurrentModel):
         return _with_state(config, loaded.model, windows, block_bytes)
-    if hybrid.groups.count > 1 and config.disable_hybrid_kv_cache_manager:
+    hybrid = KVLayout.of(windows, chunked=loaded.chunked)
+    if hybrid.groups.count == 1:
+        return hybrid
+    single = KVLayout.of(windows, hybrid=False, chunked=loaded.chunked)
+    if config.disable_hybrid_kv_cache_manager:
         logger.info("layers share block tables: those with a window keep all KV, too")
-        return KVLayout.of(windows, hybrid=False, chunked=loaded.chunked)
-    return hybrid
+        return single
+    if len(set(shapes)) == 1:
+        return hybrid
+    return hybrid.with_sizes([block_bytes(shape) for shape in shapes]) or single
 
 
 def _with_state(
@@ -166,8 +172,15 @@ def _check_adapters(config: EngineConfig, ops: Ops) -> None:
         )
 
 
-def _lora_shapes(config: EngineConfig, model: CausalModel) -> tuple[LayerShapes, ...] | None:
+def _lora_shapes(
+    config: EngineConfig, model: CausalModel, architecture: str
+) -> tuple[LayerShapes, ...] | None:
     if isinstance(model, AdaptableModel):
+        if config.enable_lora and not model.lora_shapes:
+            raise ConfigError(
+                f"enable_lora does not support {architecture}, whose checkpoints number two layers "
+                "as one: leave it out"
+            )
         return model.lora_shapes
     if config.enable_lora:
         raise ConfigError(

@@ -57,6 +57,8 @@ def build(
     np.cumsum(lengths, out=query_start[1:])
     positions = _positions(starts, lengths, query_start)
     tables = _block_tables(scheduled, starts + lengths, block_size, layout.groups.count)
+    if layout.parts:
+        tables *= np.array(layout.parts)[:, None, None]
     owner = np.repeat(np.arange(len(scheduled)), lengths)
     slots = tables[..., owner, positions // block_size] * block_size + positions % block_size
     arrays = (

@@ -89,6 +89,12 @@ class ModelRunner:
         logger.info("KV cache allocated", extra={"blocks": self.num_blocks})
 
     @property
+    def kv_bytes_per_token(self) -> float:
+        """Bytes of one token's KV in all layers of all ranks."""
+        block_bytes = self._placed.block_bytes(self.block_size) * self._config.tensor_parallel_size
+        return block_bytes * self.kv_groups.count / self.block_size
+
+    @property
     def adapters(self) -> Adapters | None:
         """The LoRA adapters that requests may use; None if LoRA is off."""
         return None if self._lora is None else self._lora.adapters

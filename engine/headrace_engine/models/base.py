@@ -65,12 +65,13 @@ class KVShape:
     indexed: int = 0
 
     @classmethod
-    def of(cls, config: ModelConfig) -> "KVShape":
+    def of(cls, config: ModelConfig, layer: int) -> "KVShape":
+        """The shape of a decoder's layer. Values narrower than keys are padded to their width."""
         if config.latent is None:
-            return cls(config.num_kv_heads, config.head_dim)
-        index = config.latent.index
+            return cls(config.kv_heads(layer), config.head_dim)
+        index = config.index_of(layer)
         indexed = 0 if index is None else index.width
-        return cls(config.num_kv_heads, config.head_dim, config.latent.rank, indexed)
+        return cls(config.kv_heads(layer), config.head_dim, config.latent.rank, indexed)
 
     def spec(
         self,
@@ -90,6 +91,11 @@ class KVShape:
             self.latent,
             self.indexed,
         )
+
+
+def kv_shapes(config: ModelConfig) -> tuple[KVShape, ...]:
+    """The shapes of all layers of a decoder."""
+    return tuple(KVShape.of(config, layer) for layer in range(config.num_layers))
 
 
 class CausalModel(Protocol):

@@ -1,8 +1,9 @@
 """Where a checkpoint stores a tensor, given Llama's name for it.
 
 Phi-3 and GLM store Q, K, V as one matrix, and gate and up as one. Mixtral, DeepSeek, ERNIE and
-Hunyuan have other names for parts of mixtures, GLM-4 and Hunyuan for norms. gpt-oss and Llama 4
-store all experts of a layer as one tensor; gpt-oss with gates and ups interleaved.
+Hunyuan have other names for parts of mixtures, GLM-4 and Hunyuan for norms, MiMo-V2 for sinks.
+LongCat numbers two layers as parts of one. gpt-oss and Llama 4 store all experts of a layer as one
+tensor; gpt-oss with gates and ups interleaved.
 """
 
 import re
@@ -40,8 +41,12 @@ _RENAMED = {
         ".q_norm.": ".query_layernorm.",
         ".k_norm.": ".key_layernorm.",
     },
+    "mimo": {".self_attn.sinks": ".self_attn.attention_sink_bias"},
     "ernie": dict([_SHARED, (f".mlp.gate.{_CORRECTION[0]}", f".mlp.{_CORRECTION[1]}")]),
 }
+_LAYER = re.compile(r"model\.layers\.(\d+)\.(.*)")
+_PARTS = {"mlp": "mlps"}
+_LONGCAT = {"gate.e_score": "router.e_score", "gate.weight": "router.classifier.weight"}
 _GPT_OSS = {".mlp.gate.": ".mlp.router."}
 _LLAMA4 = {".mlp.gate.": ".feed_forward.router.", ".mlp.": ".feed_forward."}
 _STACKED = {"gate_proj": "gate_up_proj", "up_proj": "gate_up_proj", "down_proj": "down_proj"}
@@ -105,6 +110,8 @@ class TensorLayout:
         """Where the tensor with Llama's name `name` is stored."""
         if self._layout in _MERGED:
             return self._merged(name)
+        if self._layout == "longcat":
+            return Piece(_longcat(name))
         if self._layout == "gptoss":
             return self._stacked(name, _GPT_OSS, 2)
         if self._layout == "llama4":
@@ -152,6 +159,19 @@ class TensorLayout:
             step=step if gated else 1,
             stacked=experts.count,
         )
+
+
+def _longcat(name: str) -> str:
+    """LongCat has two parts of every kind in a layer, except for the mixture."""
+    found = _LAYER.match(name)
+    if found is None:
+        return name
+    layer, part = divmod(int(found[1]), 2)
+    module, _, rest = found[2].partition(".")
+    for usual, stored in _LONGCAT.items():
+        rest = rest.replace(usual, stored) if module == "shortcut" else rest
+    where = "mlp" if module == "shortcut" else f"{_PARTS.get(module, module)}.{part}"
+    return f"model.layers.{layer}.{where}.{rest}"
 
 
 def _glm4(name: str) -> str:

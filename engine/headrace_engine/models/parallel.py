@@ -20,6 +20,7 @@ from ..layers.mxfp4_weight import MXFP4Weight
 from ..layers.quantized_weight import QuantizedWeight
 
 _BY_OUTPUT = re.compile(r"\.((q_proj|q_b_proj|kv_b_proj|gate_proj|up_proj)\.(weight|bias)|sinks)$")
+_LAYER = re.compile(r"\.layers\.(\d+)\.")
 _BY_HEAD = re.compile(r"\.(k_proj|v_proj)\.(weight|bias)$")
 _BY_INPUT = re.compile(r"\.(o_proj|down_proj)\.weight$")
 # Biases of layers whose outputs are summed over the ranks: only one rank adds them.
@@ -67,12 +68,12 @@ def check_divisible(config: ModelConfig, size: int) -> None:
                 f"tensor_parallel_size {size} does not divide {name} ({count}) of this model: "
                 "use a divisor"
             )
-    heads = config.num_kv_heads
-    if heads % size and size % heads:
-        raise ConfigError(
-            f"tensor_parallel_size {size} neither divides num_key_value_heads ({heads}) of this "
-            "model nor is a multiple of it: use a divisor or a multiple"
-        )
+    for heads in {config.kv_heads(layer) for layer in range(config.num_layers)}:
+        if heads % size and size % heads:
+            raise ConfigError(
+                f"tensor_parallel_size {size} neither divides num_key_value_heads ({heads}) of "
+                "this model nor is a multiple of it: use a divisor or a multiple"
+            )
     if config.vocab_size < size:
         raise ConfigError(
             f"tensor_parallel_size {size} is above vocab_size ({config.vocab_size}): lower it"
@@ -93,6 +94,9 @@ def shard_config(config: ModelConfig, size: int) -> ModelConfig:
         config,
         num_heads=config.num_heads // size,
         num_kv_heads=max(1, config.num_kv_heads // size),
+        window_kv_heads=None
+        if config.window_kv_heads is None
+        else max(1, config.window_kv_heads // size),
         intermediate_size=config.intermediate_size // size,
         experts=None if config.experts is None else _shard_experts(config.experts, size),
     )
@@ -111,7 +115,7 @@ class WeightCuts:
     """Splits a checkpoint's tensors, by the decoder's names for them."""
 
     def __init__(self, config: ModelConfig, shard: Shard) -> None:
-        self._shard, self._kv_heads = shard, config.num_kv_heads
+        self._shard, self._config = shard, config
         self._cuts_norms = config.wide_qk_norm
 
     def shape(self, name: str, whole: Shape) -> Shape:
@@ -167,12 +171,18 @@ class WeightCuts:
         if _BY_INPUT.search(name):
             return (1, *self._shard.share(whole[1]))
         if _BY_HEAD.search(name):
-            return (0, *self._heads(whole[0]))
+            return (0, *self._heads(whole[0], self._kv_heads(name)))
         return None
 
-    def _heads(self, length: int) -> tuple[int, int]:
-        if self._kv_heads % self._shard.size == 0:
+    def _kv_heads(self, name: str) -> int:
+        """The number of KV heads of the layer that a tensor belongs to."""
+        layer = _LAYER.search(name)
+        assert layer is not None, f"{name} belongs to no layer"
+        return self._config.kv_heads(int(layer[1]))
+
+    def _heads(self, length: int, kv_heads: int) -> tuple[int, int]:
+        if kv_heads % self._shard.size == 0:
             return self._shard.share(length)
-        head = self._shard.rank * self._kv_heads // self._shard.size
-        width = length // self._kv_heads
+        head = self._shard.rank * kv_heads // self._shard.size
+        width = length // kv_heads
         return head * width, (head + 1) * width

@@ -91,8 +91,9 @@ class PlacedModel:
     def allocate(
         self, num_blocks: int, block_size: int, head_blocks: int = 0
     ) -> tuple[LayerCache, ...]:
-        """Allocates zeroed KV memory: one entry a layer, shared by layers of the same place. The
-        draft head's layers get `head_blocks` more blocks."""
+        """Allocates zeroed KV memory: one entry a layer, shared by layers of the same place. For a
+        layer with smaller blocks it consists of parts of blocks. The draft head's layers get
+        `head_blocks` more blocks."""
         if self.peers is not None:
             self.peers.allocate(num_blocks)
         specs, own = self._specs(block_size), len(self.model.kv_shapes)
@@ -100,7 +101,31 @@ class PlacedModel:
             self.attention.allocate(num_blocks + (head_blocks if layer >= own else 0), spec)
             for layer, spec in zip(self.layout.layer_of_each_place, specs, strict=True)
         ]
-        return tuple(memory[place] for place in self.layout.places)
+        caches = [memory[place] for place in self.layout.places]
+        if self.layout.parts:
+            caches = [
+                self._in_parts(cache, shape, block_size)
+                for cache, shape in zip(caches, self.kv_shapes, strict=True)
+            ]
+        return tuple(caches)
+
+    def _in_parts(self, cache: LayerCache, shape: KVShape, block_size: int) -> LayerCache:
+        """The memory as smaller blocks, of this shape."""
+        own = self.attention.allocate(1, self._spec(shape, block_size))
+        return tuple(
+            whole.view(-1, *one.shape[1:]) if one.numel() else whole
+            for whole, one in zip(cache, own, strict=True)
+        )
+
+    def _whole_blocks(self, caches: Sequence[LayerCache], layer: int) -> LayerCache:
+        """The memory of a layer as blocks that are not divided."""
+        if not self.layout.parts:
+            return caches[layer]
+        parts = self.layout.parts[self.layout.layers[layer]]
+        return tuple(
+            part.view(-1, parts * part.shape[1], *part.shape[2:]) if part.numel() else part
+            for part in caches[layer]
+        )
 
     def head_block_bytes(self, block_size: int) -> int:
         """Bytes of one block in the draft head's layers."""
@@ -136,7 +161,7 @@ class PlacedModel:
             self.peers.copy_blocks(copies)
         pairs = torch.from_numpy(np.array(copies, dtype=np.int64)).to(self.device)
         for layer in self.layout.layer_of_each_place:
-            self.attention.copy_blocks(caches[layer], pairs)
+            self.attention.copy_blocks(self._whole_blocks(caches, layer), pairs)
 
     def count_blocks(
         self,
@@ -159,9 +184,12 @@ class PlacedModel:
         return blocks
 
     def _specs(self, block_size: int) -> list[KVSpec]:
-        """One spec for each place."""
-        shapes = self.kv_shapes
-        return [
-            shapes[layer].spec(block_size, self.dtype, self.device, self.cache_dtype)
-            for layer in self.layout.layer_of_each_place
-        ]
+        """One spec for each place: that of the largest blocks, if layers have smaller ones."""
+        shapes, layout = self.kv_shapes, self.layout
+        if layout.parts:
+            widest = layout.layer_of_each_group[layout.parts.index(1)]
+            shapes = (shapes[widest],) * len(shapes)
+        return [self._spec(shapes[layer], block_size) for layer in layout.layer_of_each_place]
+
+    def _spec(self, shape: KVShape, block_size: int) -> KVSpec:
+        return shape.spec(block_size, self.dtype, self.device, self.cache_dtype)

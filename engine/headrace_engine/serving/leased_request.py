@@ -11,6 +11,7 @@ from time import monotonic, time_ns
 from headrace_common.errors import FailureCode
 from headrace_common.observability.tracing import carried_trace_id
 from headrace_common.protocol.base import Lease, Outcome, Progress
+from headrace_common.protocol.ledger import AttemptUsage
 from headrace_common.wire.messages import (
     ChoiceState,
     Failed,
@@ -24,6 +25,7 @@ from headrace_common.wire.prompt_logprobs import pack_prompt_logprobs
 
 from ..core.outputs import SequenceOutput, TokenLogprobs
 from ..core.request import EngineRequest, FinishReason
+from .usage_meter import UsageMeter
 
 
 @dataclass(slots=True)
@@ -90,6 +92,7 @@ class LeasedRequest:
         "executing",
         "gateway_id",
         "last_output_at",
+        "meter",
         "prompt_logprobs",
         "recovered",
         "request",
@@ -100,12 +103,13 @@ class LeasedRequest:
         "times",
     )
 
-    def __init__(self, lease: Lease, times: RequestTimes) -> None:
+    def __init__(self, lease: Lease, times: RequestTimes, kv_bytes_per_token: float = 0.0) -> None:
         self.request: GenerateRequest = lease.request
         self.attempt = lease.attempt
         self.gateway_id = lease.gateway_id
         self.recovered, self.suspect = lease.recovered, lease.suspect
         self.times = times
+        self.meter = UsageMeter(kv_bytes_per_token)
         self.executing = False
         now = monotonic()
         self.arrived, self.deadline = now - lease.waited, now + lease.left
@@ -130,6 +134,16 @@ class LeasedRequest:
     @property
     def has_output(self) -> bool:
         return any(choice.token_ids for choice in self.choices)
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of the prompt and of all choices."""
+        output = sum(len(choice.token_ids) for choice in self.choices)
+        return len(self.request.prompt_token_ids) + output
+
+    def read_usage(self) -> AttemptUsage:
+        """What this attempt has used so far."""
+        return self.meter.read(self.tokens, self.cached_tokens)
 
     @property
     def finished(self) -> bool:
@@ -171,6 +185,7 @@ class LeasedRequest:
             priority=request.priority,
             deadline=self.deadline,
             tenant=request.tenant,
+            tenant_weight=request.tenant_weight,
             cache_salt=request.cache_salt,
             resume=tuple(tuple(one.token_ids) for one in self.choices) if self.has_output else (),
             pooling=request.pooling,
@@ -274,6 +289,7 @@ class LeasedRequest:
             journaled=tuple(choice.journaled for choice in self.choices),
             choices=tuple(choice.state(choice.journaled) for choice in self.choices),
             executing=self.executing,
+            usage=self.read_usage(),
         )
 
     def note_journal(self, journaled: Sequence[int]) -> None:

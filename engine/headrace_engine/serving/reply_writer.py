@@ -14,6 +14,7 @@ from typing import TypeVar
 
 from headrace_common.errors import BackendUnavailable
 from headrace_common.protocol.base import EngineQueue, Outcome
+from headrace_common.protocol.ledger import AttemptUsage
 from headrace_common.protocol.redis.client.client import backoff
 from headrace_common.wire.messages import Reply
 
@@ -44,7 +45,7 @@ class ReplyWriter:
     def __init__(self, queue: EngineQueue) -> None:
         self._queue = queue
         self._replies: dict[str, list[Reply]] = defaultdict(list)
-        self._outcomes: list[tuple[str, int, Outcome]] = []
+        self._outcomes: list[tuple[str, int, Outcome, AttemptUsage]] = []
         self._last_frame_at: dict[str, float] = {}
         self._pending = asyncio.Event()
         self._flushed = asyncio.Event()
@@ -54,9 +55,9 @@ class ReplyWriter:
         self._replies[gateway_id].append(reply)
         self._wake()
 
-    def end(self, request_id: str, attempt: int, outcome: Outcome) -> None:
+    def end(self, request_id: str, attempt: int, outcome: Outcome, usage: AttemptUsage) -> None:
         """Stores the outcome after everything that was put before."""
-        self._outcomes.append((request_id, attempt, outcome))
+        self._outcomes.append((request_id, attempt, outcome, usage))
         self._wake()
 
     def keep_alive(self, gateway_id: str, interval: float) -> None:

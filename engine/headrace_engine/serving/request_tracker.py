@@ -48,7 +48,7 @@ class RequestTracker:
     `status` makes the engine's status for a beat, given the number of sequences. `on_room` is
     called when room may have become free, `on_error` with an error that is a bug. Neither may call
     the tracker. A gateway has `resume_timeout` seconds to tell what its client has; then it is
-    checked whether the gateway is alive.
+    checked whether the gateway is alive. A token's KV takes `kv_bytes_per_token`.
 
     `requests` is a live view, `by_engine_key` one of those that run. `busy` is set while there are
     requests.
@@ -66,6 +66,7 @@ class RequestTracker:
         on_room: Callable[[], None],
         on_error: Callable[[BaseException], None],
         resume_timeout: float,
+        kv_bytes_per_token: float = 0.0,
     ) -> None:
         self._queue = queue
         self._loop = loop
@@ -76,6 +77,7 @@ class RequestTracker:
         self._on_room = on_room
         self._on_error = on_error
         self._resume_timeout = resume_timeout
+        self._kv_bytes_per_token = kv_bytes_per_token
         # of all requests: a request that is leased again has at least this number
         self._rounds = count(1)
         self.busy = asyncio.Event()
@@ -112,7 +114,7 @@ class RequestTracker:
 
     def _register(self, lease: Lease) -> LeasedRequest:
         request_id = lease.request.request_id
-        leased = LeasedRequest(lease, self._metrics.taken(lease))
+        leased = LeasedRequest(lease, self._metrics.taken(lease), self._kv_bytes_per_token)
         if (earlier := self._requests.get(request_id)) is not None:
             self._forget(earlier)
         if earlier is not None or lease.attempt <= self._attempts.get(request_id, 0):
@@ -147,6 +149,7 @@ class RequestTracker:
     def _run(self, leased: LeasedRequest) -> None:
         request = leased.engine_request()
         self._by_engine_key[request.request_id] = leased
+        leased.meter.start(leased.tokens)
         if request.params.structured_outputs is None:
             self._start(leased, request)
         else:
@@ -170,6 +173,7 @@ class RequestTracker:
         """Ends the request's run in the engine's core, and its background tasks."""
         if self._by_engine_key.pop(leased.engine_key, None) is not None:
             self._loop.abort(leased.engine_key)
+            leased.meter.stop(leased.tokens)
         for task in leased.tasks - {asyncio.current_task()}:
             task.cancel()
 
@@ -292,7 +296,7 @@ class RequestTracker:
         await asyncio.gather(*tasks, return_exceptions=True)
 
     def _end(self, leased: LeasedRequest, outcome: Outcome) -> None:
-        self._reply_writer.end(leased.request_id, leased.attempt, outcome)
+        self._reply_writer.end(leased.request_id, leased.attempt, outcome, leased.read_usage())
         self._metrics.ended(leased, outcome)
         self._forget(leased)
         extra = {

@@ -72,6 +72,7 @@ class WorkerConfig:
     max_model_len: int
     max_num_seqs: int
     block_size: int
+    kv_bytes_per_token: float = 0.0
     lookahead: int = 0
     version: str
     beat_interval: float = 3.0
@@ -142,6 +143,7 @@ class Worker:
             on_room=self._changed.set,
             on_error=self._on_failure,
             resume_timeout=config.resume_timeout,
+            kv_bytes_per_token=config.kv_bytes_per_token,
         )
         self._throughput = _Throughput(config.throughput_window)
         self._memory = MemoryGuard(available_memory)

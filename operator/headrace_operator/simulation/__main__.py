@@ -15,6 +15,7 @@ from ..scaling import Forecast, PolicyError, ScalingPolicy
 from .comparison import POLICIES, Comparison, with_room_to_scale
 from .engine_profile import load_profile
 from .errors import SimulationError
+from .oracle import GOAL
 from .report import table, write_json, write_plot
 from .result import Objectives
 from .workload import DAY, Diurnal, Trace, diurnal, read_csv
@@ -81,6 +82,10 @@ def simulate(
     policy: Annotated[
         list[str] | None, typer.Option(help=f"Any of {', '.join(POLICIES)}; repeat it.")
     ] = None,
+    oracle: Annotated[
+        bool,
+        typer.Option("--oracle", help="Also find the cheapest fleet for the trace, known ahead."),
+    ] = False,
     json: Annotated[Path | None, typer.Option(help="File for the results.")] = None,
     plot: Annotated[Path | None, typer.Option(help="PNG file for a picture.")] = None,
 ) -> None:
@@ -112,6 +117,7 @@ def simulate(
         _names(policy),
         {"trace": asdict(load) if trace is None else str(trace)},
         _Outputs(json, plot),
+        with_oracle=oracle,
     )
 
 
@@ -130,7 +136,12 @@ def _names(chosen: list[str] | None) -> tuple[str, ...]:
 
 
 def _compare(
-    comparison: Comparison, names: tuple[str, ...], inputs: dict[str, Any], outputs: _Outputs
+    comparison: Comparison,
+    names: tuple[str, ...],
+    inputs: dict[str, Any],
+    outputs: _Outputs,
+    *,
+    with_oracle: bool,
 ) -> None:
     console = Console()
     trace, profile = comparison.trace, comparison.profile
@@ -144,7 +155,18 @@ def _compare(
     runs = comparison.run(names)
     working = track(runs, "simulating", len(names), console=progress, transient=True)
     results = list(working)
+    bound = None
+    if with_oracle:
+        results.append(comparison.oracle())
+        bound = comparison.lower_bound()
     console.print(table(results))
+    if bound is not None:
+        console.print(
+            f"No fleet that meets the objectives for {GOAL:.0%} costs less than {bound:.1f} "
+            "GPU-hours.",
+            highlight=False,
+        )
+        inputs["lower_bound_gpu_hours"] = bound
     inputs |= {
         "requests": len(trace),
         "profile": asdict(profile),

@@ -1,4 +1,4 @@
-"""The same trace under several policies: fixed fleets, HPA's algorithm and Headrace."""
+"""The same trace under several policies: fixed fleets, HPA, KEDA, Headrace and the oracle."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -10,9 +10,17 @@ from headrace_common.protocol.base import QueueLimits
 
 from ..scaling import ScalingPolicy
 from .engine_profile import EngineProfile
+from .oracle import Plan, cheapest, lower_bound
 from .result import Objectives, SimulationResult
 from .run import Setup, simulate
-from .scalers import FixedScaler, HeadraceScaler, HpaScaler, SimulatedScaler
+from .scalers import (
+    FixedScaler,
+    HeadraceScaler,
+    HpaScaler,
+    KedaScaler,
+    PlannedScaler,
+    SimulatedScaler,
+)
 from .workload import Trace
 
 PEAK_WINDOW = 300.0
@@ -21,7 +29,7 @@ START_WINDOW = 1800.0
 """Scaled fleets start with the engines that this many first seconds of the trace need."""
 MOST_ENGINES = 1000
 
-POLICIES = ("peak", "mean", "hpa", "headrace")
+POLICIES = ("peak", "mean", "hpa", "keda", "headrace")
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +56,7 @@ def fleet_sizes(trace: Trace, profile: EngineProfile, utilization: float) -> Siz
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Comparison:
-    """The inputs of a comparison. `policy.utilization` is the target of all four scalers."""
+    """The inputs of a comparison. `policy.utilization` is the target of all scalers."""
 
     trace: Trace
     profile: EngineProfile
@@ -63,29 +71,50 @@ class Comparison:
         """Yields one result per policy when its run has ended."""
         sizes = self.sizes()
         for name in names:
-            scaler, start = self._scaler(name, sizes)
-            setup = Setup(
-                trace=self.trace,
-                profile=self.profile,
-                objectives=self.objectives,
-                limits=self.limits,
-                replicas=start,
-            )
-            yield simulate(setup, scaler)
+            yield self._simulate(*self._scaler(name, sizes))
+
+    def oracle(self) -> SimulationResult:
+        """The run of the cheapest plan that meets the objectives. Raises SimulationError."""
+        _, result = cheapest(self.trace, self.profile, self._least, self._follow)
+        return result
+
+    def lower_bound(self) -> float:
+        """GPU-hours that no fleet that meets the objectives can go below."""
+        return lower_bound(self.trace, self.profile, self.objectives, self._least)
+
+    @property
+    def _least(self) -> int:
+        return self.policy.min_replicas
+
+    def _follow(self, plan: Plan) -> SimulationResult:
+        return self._simulate(PlannedScaler("oracle", plan.counts), plan.first)
+
+    def _simulate(self, scaler: SimulatedScaler, replicas: int) -> SimulationResult:
+        setup = Setup(
+            trace=self.trace,
+            profile=self.profile,
+            objectives=self.objectives,
+            limits=self.limits,
+            replicas=replicas,
+        )
+        return simulate(setup, scaler)
 
     def _scaler(self, name: str, sizes: Sizes) -> tuple[SimulatedScaler, int]:
         policy = self.policy
         start = policy.clamp(sizes.start)
+        lowest, highest, target = policy.min_replicas, policy.max_replicas, policy.utilization
         match name:
             case "peak":
                 return FixedScaler("fixed peak", sizes.peak), sizes.peak
             case "mean":
                 return FixedScaler("fixed mean", sizes.mean), sizes.mean
             case "hpa":
-                lowest, highest = policy.min_replicas, policy.max_replicas
-                target = policy.utilization
                 hpa = HpaScaler("HPA", target=target, lowest=lowest, highest=highest)
                 return hpa, max(1, start)
+            case "keda":
+                requests = target * self.profile.max_num_seqs
+                keda = KedaScaler("KEDA", target=requests, lowest=lowest, highest=highest)
+                return keda, max(1, start)
         return HeadraceScaler("Headrace", policy), start
 
 

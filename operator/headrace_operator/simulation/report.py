@@ -14,6 +14,8 @@ _COLORS = {
     "fixed peak": "#8c8c8c",
     "fixed mean": "#c9b458",
     "HPA": "#c44e52",
+    "KEDA": "#8172b3",
+    "oracle": "#55a868",
     "Headrace": "#2f6db3",
 }
 

@@ -1,6 +1,9 @@
-"""The scalers of a simulation: the product's `decide`, a constant count, or HPA's algorithm."""
+"""The scalers of a simulation: the product's `decide`, constant or planned counts, HPA's algorithm,
+KEDA's rule."""
 
+from bisect import bisect_right
 from collections import deque
+from collections.abc import Sequence
 from math import ceil
 from typing import Protocol
 
@@ -33,6 +36,20 @@ class FixedScaler:
         return self._replicas
 
 
+class PlannedScaler:
+    """Counts that were planned before the run: (time, count) in order, the first for time 0."""
+
+    interval = 5.0
+
+    def __init__(self, name: str, plan: Sequence[tuple[float, int]]) -> None:
+        self.name = name
+        self._times = [at for at, _ in plan]
+        self._counts = [count for _, count in plan]
+
+    def replicas(self, seen: ScalingObservation, now: float) -> int:
+        return self._counts[bisect_right(self._times, now) - 1]
+
+
 class HeadraceScaler:
     """The operator's own decision, at the operator's default interval."""
 
@@ -52,15 +69,38 @@ class HeadraceScaler:
         return decision.replicas
 
 
+class HpaPace:
+    """The defaults of HorizontalPodAutoscaler v2's `behavior`, within bounds.
+
+    It scales up at most to the double or by 4 pods in 15 seconds, and down to the highest
+    recommendation of the last 5 minutes.
+    """
+
+    def __init__(self, lowest: int, highest: int) -> None:
+        self._bounds = (max(1, lowest), highest)
+        self._recommendations: deque[tuple[float, int]] = deque()
+
+    def count(self, recommendation: int, current: int, now: float) -> int:
+        """The count to set now, where a metric recommends another one."""
+        recommendations = self._recommendations
+        if not recommendations:
+            recommendations.append((now, current))
+        recommendations.append((now, recommendation))
+        while now - recommendations[0][0] > HPA_WINDOW:
+            recommendations.popleft()
+        if recommendation <= current:
+            recommendation = min(current, max(each for _, each in recommendations))
+        lowest, highest = self._bounds
+        return min(highest, max(lowest, min(recommendation, max(2 * current, current + 4))))
+
+
 class HpaScaler:
     """HorizontalPodAutoscaler v2 on a utilization, with its defaults.
 
     The recommendation is ceil(replicas * utilization / target), and no change within the tolerance.
-    Pods that are not ready are left out and, before scaling up, counted as idle. It scales up at
-    most to the double or by 4 pods in 15 seconds, and down to the highest recommendation of the
-    last 5 minutes. The utilization is the mean share of running sequences over the last 30 seconds:
-    like CPU, it ends at 1 whatever waits.
-    kubernetes.io, "Horizontal Pod Autoscaling", algorithm details.
+    Pods that are not ready are left out and, before scaling up, counted as idle. The utilization is
+    the mean share of running sequences over the last 30 seconds: like CPU, it ends at 1 whatever
+    waits. kubernetes.io, "Horizontal Pod Autoscaling", algorithm details.
     """
 
     interval = 15.0
@@ -68,28 +108,16 @@ class HpaScaler:
     def __init__(self, name: str, *, target: float, lowest: int, highest: int) -> None:
         self.name = name
         self._target = target
-        self._bounds = (max(1, lowest), highest)
+        self._pace = HpaPace(lowest, highest)
         self._samples: deque[float] = deque(maxlen=2)
-        self._recommendations: deque[tuple[float, int]] = deque()
 
     def replicas(self, seen: ScalingObservation, now: float) -> int:
-        current = seen.replicas
-        if not self._recommendations:
-            self._recommendations.append((now, current))
-        engines = seen.engines
+        current, engines = seen.replicas, seen.engines
         if engines is None or engines.capacity == 0:
             return current
         self._samples.append(engines.running / engines.capacity)
-        recommendation = self._recommend(
-            sum(self._samples) / len(self._samples), current, seen.ready
-        )
-        self._recommendations.append((now, recommendation))
-        while now - self._recommendations[0][0] > HPA_WINDOW:
-            self._recommendations.popleft()
-        if recommendation <= current:
-            recommendation = min(current, max(each for _, each in self._recommendations))
-        lowest, highest = self._bounds
-        return min(highest, max(lowest, min(recommendation, max(2 * current, current + 4))))
+        utilization = sum(self._samples) / len(self._samples)
+        return self._pace.count(self._recommend(utilization, current, seen.ready), current, now)
 
     def _recommend(self, utilization: float, current: int, ready: int) -> int:
         ratio = utilization / self._target
@@ -101,3 +129,27 @@ class HpaScaler:
                 return current
             return ceil(ratio * current)
         return ceil(ratio * ready)
+
+
+class KedaScaler:
+    """KEDA's rule for a queue: waiting plus running requests, divided by a target for each engine.
+
+    KEDA gives the number to an HPA as an external metric with an average value, so the HPA's
+    tolerance and pace apply, but nothing else is known of pods. The operator makes such a
+    ScaledObject in `scaling.mode` keda.
+    """
+
+    interval = 15.0
+
+    def __init__(self, name: str, *, target: float, lowest: int, highest: int) -> None:
+        self.name = name
+        self._target = target
+        self._pace = HpaPace(lowest, highest)
+
+    def replicas(self, seen: ScalingObservation, now: float) -> int:
+        current, queue = seen.replicas, seen.queue
+        if queue is None or current == 0:
+            return current
+        needed = (queue.waiting + queue.pending) / self._target
+        within = abs(needed / current - 1) <= HPA_TOLERANCE
+        return self._pace.count(current if within else ceil(needed), current, now)

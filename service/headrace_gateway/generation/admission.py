@@ -80,10 +80,12 @@ class Job:
             created_ms=created_ms,
             deadline_ms=deadline_ms,
             tenant=self.tenancy.tenant,
+            tenant_weight=self.tenancy.tenant_weight,
             cache_salt=self.tenancy.cache_salt,
             priority=self.tenancy.priority,
             trace=self.trace,
             pooling=self.pooling,
+            key=self.tenancy.key,
         )
 
 

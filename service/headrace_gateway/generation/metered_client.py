@@ -63,9 +63,9 @@ class MeteredGeneration:
         self._charge(delta)
         return delta
 
-    async def stop_choice(self, choice: int) -> None:
+    async def stop_choice(self, choice: int, tokens: int) -> None:
         self._close(choice)
-        await self._generation.stop_choice(choice)
+        await self._generation.stop_choice(choice, tokens)
 
     async def cancel(self) -> None:
         self._end()
@@ -76,7 +76,7 @@ class MeteredGeneration:
         self._generation.leave()
 
     def _charge(self, delta: Delta) -> None:
-        self._grant.used += len(delta.token_ids)
+        self._grant.receive(len(delta.token_ids))
         if delta.finish_reason is not None:
             self._close(delta.choice)
 

@@ -15,7 +15,9 @@ from headrace_common.config.api_keys import KeyLimits
 from headrace_common.errors import BackendUnavailable
 from headrace_common.protocol.limits import (
     LEASE_MS,
+    NO_TOKENS,
     Bucket,
+    DayTokens,
     KeyUsage,
     RateLimit,
     Rates,
@@ -42,6 +44,8 @@ _UNITS = {
     RateLimit.REQUESTS: "requests per min (RPM)",
     RateLimit.TOKENS: "tokens per min (TPM)",
     RateLimit.CONCURRENCY: "requests at a time",
+    RateLimit.PROMPT_DAY: "prompt tokens per day (UTC)",
+    RateLimit.OUTPUT_DAY: "output tokens per day (UTC)",
 }
 
 
@@ -68,6 +72,10 @@ class Grant:
     headers: Mapping[str, str]
     running: set[str] = field(default_factory=set)
     used: int = 0
+    day: int = 0
+    reserved_daily: DayTokens = DayTokens()
+    prompt_tokens: int = 0  # of its requests in the queue
+    output_tokens: int = 0  # that they have made
     submitted: bool = False
     refused: bool = False
     settled: bool = False
@@ -78,6 +86,16 @@ class Grant:
         self.waiting.discard(request.request_id)
         self.running.add(request.request_id)
         self.used += len(request.prompt_token_ids)
+        self.prompt_tokens += len(request.prompt_token_ids)
+
+    @property
+    def daily(self) -> DayTokens:
+        return DayTokens(self.prompt_tokens, self.output_tokens)
+
+    def receive(self, tokens: int) -> None:
+        """Notes output tokens of one of its requests."""
+        self.used += tokens
+        self.output_tokens += tokens
 
 
 class RateLimits:
@@ -112,10 +130,12 @@ class RateLimits:
         prompt = sum(len(request.prompt_token_ids) for request in requests)
         if most is not None and prompt > most:
             raise _too_large(most, prompt)
+        tokens = sum(_estimate(request, sampling) for request in requests)
         return await self._grant(
             caller,
             [request.request_id for request in requests],
-            tokens=sum(_estimate(request, sampling) for request in requests),
+            tokens=tokens,
+            daily=DayTokens(prompt, tokens - prompt),
             deadline=max(request.deadline_ms for request in requests) / 1000,
         )
 
@@ -131,13 +151,19 @@ class RateLimits:
         return await self._grant(caller, [new_request_id()], tokens=1, deadline=deadline)
 
     async def _grant(
-        self, caller: Caller, request_ids: Sequence[str], *, tokens: int, deadline: float
+        self,
+        caller: Caller,
+        request_ids: Sequence[str],
+        *,
+        tokens: int,
+        deadline: float,
+        daily: DayTokens = NO_TOKENS,
     ) -> Grant:
         rates = _rates(caller.key.limits)
-        tokens = rates.at_most(tokens)
-        reservation = await self._usage.reserve(caller.key.id, request_ids[0], rates, tokens)
+        tokens, daily = rates.at_most(tokens), rates.at_most_daily(daily)
+        reservation = await self._usage.reserve(caller.key.id, request_ids[0], rates, tokens, daily)
         if reservation.refused is not None:
-            raise _refusal(reservation, rates, tokens)
+            raise _refusal(reservation, rates, tokens, daily)
         grant = Grant(
             key_id=caller.key.id,
             request_ids=tuple(request_ids),
@@ -146,6 +172,8 @@ class RateLimits:
             started=self._clock(),
             deadline=deadline,
             waiting=set(request_ids),
+            day=reservation.day,
+            reserved_daily=daily,
             headers=_headers(reservation, rates),
         )
         self._track(grant)
@@ -221,6 +249,9 @@ class RateLimits:
         settlement = Settlement(
             reserved=grant.reserved,
             used=0 if grant.refused else grant.used,
+            day=grant.day,
+            reserved_daily=grant.reserved_daily,
+            used_daily=DayTokens() if grant.refused else grant.daily,
             duration_ms=max(0, int((self._clock() - grant.started) * 1000)),
             counted=counted and not grant.refused,
         )
@@ -249,6 +280,8 @@ def _rates(limits: KeyLimits) -> Rates:
         requests=limits.requests_per_minute,
         tokens=limits.tokens_per_minute,
         concurrency=limits.concurrency,
+        prompt_tokens_per_day=limits.prompt_tokens_per_day,
+        output_tokens_per_day=limits.output_tokens_per_day,
     )
 
 
@@ -260,11 +293,16 @@ def _estimate(request: GenerateRequest, sampling: SamplingParams) -> int:
     return len(request.prompt_token_ids) + sampling.branches * output
 
 
-def _refusal(reservation: Reservation, rates: Rates, tokens: int) -> RateLimited:
+def _refusal(reservation: Reservation, rates: Rates, tokens: int, daily: DayTokens) -> RateLimited:
     limit = reservation.refused
     assert limit is not None, "a refusal names its limit"
     most = getattr(rates, limit.value)
-    requested = tokens if limit is RateLimit.TOKENS else 1
+    asked = {
+        RateLimit.TOKENS: tokens,
+        RateLimit.PROMPT_DAY: daily.prompt,
+        RateLimit.OUTPUT_DAY: daily.output,
+    }
+    requested = asked.get(limit, 1)
     wait = reservation.retry_after
     return RateLimited(
         429,

@@ -27,6 +27,8 @@ class Tenancy:
     priority: int
     cache_salt: bytes
     tenant: str = DEFAULT_TENANT
+    tenant_weight: float = 1.0
+    key: str = ""  # the id of its API key
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,6 +68,8 @@ class Caller:
             priority=self.priority(priority),
             cache_salt=tenant_salt(self.tenant, cache_salt),
             tenant=self.tenant,
+            tenant_weight=self.key.tenant_weight,
+            key=self.key.id,
         )
 
 

@@ -9,7 +9,7 @@ import asyncio
 import logging
 import math
 import time
-from collections import Counter
+from collections import Counter, OrderedDict
 from collections.abc import Awaitable, Callable, Coroutine
 from contextlib import aclosing
 from typing import Any
@@ -22,10 +22,18 @@ from headrace_common.protocol.base import (
     Placement,
     QueueLimits,
 )
-from headrace_common.wire.messages import Control, Frame, GenerateRequest, Reply
+from headrace_common.wire.messages import (
+    Control,
+    Failed,
+    Frame,
+    GenerateRequest,
+    Reply,
+    Sync,
+    Takeover,
+)
 
 from .generation import Delta, Generation, GenerationCallbacks
-from .late_replies import LateReplies
+from .late_replies import REMEMBERED, LateReplies
 from .listening_clock import ListeningClock
 from .peer_streams import PeerStreams
 from .request_history import RequestHistory
@@ -76,6 +84,9 @@ class GenerationClient:
         )
         self._deadlines: dict[str, asyncio.TimerHandle] = {}
         self._late = LateReplies(self._config.silence)
+        # of ended requests: the model, and the output tokens that the client was given
+        self._given: OrderedDict[str, tuple[str, int]] = OrderedDict()
+        self._unwritten: set[str] = set()  # of these, those that are not in Redis yet
         self._peer_streams = PeerStreams(queue, self._dispatch, self._on_task_done)
         self._outgoing: asyncio.Queue[tuple[str, str, Control]] = asyncio.Queue()
         self._unnotified: list[Generation] = []
@@ -89,6 +100,7 @@ class GenerationClient:
             self._watchdog.lost,
             self._count,
             self._leave,
+            self._note_given,
         )
         self._tasks: list[asyncio.Task[None]] = []
         self._background: set[asyncio.Task[None]] = set()
@@ -210,6 +222,7 @@ class GenerationClient:
             timer.cancel()
         self._stop_following()
         self._late.ended(rid, self._now())
+        self._remember_given(generation)
 
     def _leave(self, request_id: str) -> None:
         generation = self._active.get(request_id)
@@ -223,13 +236,44 @@ class GenerationClient:
         If Redis is unreachable its engine learns it later: every frame of an unknown request is
         answered with Disown.
         """
+        given = None if generation.holder is not None else generation.given
         try:
-            await self.queue.cancel(generation.request_id, generation.request.model)
+            await self.queue.cancel(generation.request_id, generation.request.model, given)
         except BackendUnavailable as error:
+            if given is not None:
+                self._unwritten.add(generation.request_id)
             logger.warning(
                 "redis unavailable, request not cancelled in the queue",
                 extra={"request_id": generation.request_id, "error": str(error)},
             )
+
+    # What clients were given, for the ledger
+
+    def _remember_given(self, generation: Generation) -> None:
+        self._given[generation.request_id] = (generation.request.model, generation.given)
+        if len(self._given) > REMEMBERED:
+            self._given.popitem(last=False)
+
+    def _note_given(self, generation: Generation) -> None:
+        self._remember_given(generation)
+        self._in_background(self._write_given(generation.request_id))
+
+    async def _write_given(self, request_id: str) -> None:
+        """Writes what the client of an ended request was given; later if Redis is unreachable."""
+        if (known := self._given.get(request_id)) is None:
+            return
+        model, given = known
+        try:
+            await self.queue.note_given(request_id, model, given)
+        except BackendUnavailable as error:
+            self._unwritten.add(request_id)
+            extra = {"request_id": request_id, "error": str(error)}
+            logger.warning("redis unavailable, usage is corrected later", extra=extra)
+
+    async def _write_rest_of_given(self) -> None:
+        unwritten, self._unwritten = self._unwritten, set()
+        for request_id in unwritten:
+            await self._write_given(request_id)
 
     async def _admitted(self, generation: Generation, admission: AdmitResult) -> None:
         """Handles the result of ADMIT for a request."""
@@ -358,6 +402,8 @@ class GenerationClient:
         self._count("unknown_request")
         if disown := self._late.answer(frame.engine_id, reply, now):
             self._send(frame.engine_id, frame.model, disown)
+        if _ends_again(reply) and not self._late.has_left(reply.request_id):
+            self._in_background(self._write_given(reply.request_id))
 
     def _count(self, reason: str) -> None:
         self.ignored[reason] += 1
@@ -383,6 +429,7 @@ class GenerationClient:
             try:
                 await self.queue.beat()
                 await self._check_holders()
+                await self._write_rest_of_given()
             except BackendUnavailable as error:
                 self._watchdog.unavailable_at = self._now()
                 logger.warning("redis unavailable, heartbeat missed", extra={"error": str(error)})
@@ -408,3 +455,11 @@ class GenerationClient:
         logger.critical("a task of the queue client failed", exc_info=task.exception())
         for generation in list(self._active.values()):
             generation.fail(FailureCode.INTERNAL, "the gateway failed")
+
+
+def _ends_again(reply: Reply) -> bool:
+    """Whether a reply for an ended request says that Redis has lost its end, and it ends once
+    more. A cancelled request is always answered."""
+    if isinstance(reply, Failed):
+        return reply.failure is not FailureCode.CANCELLED
+    return isinstance(reply, Takeover | Sync)

@@ -42,6 +42,7 @@ class GenerationCallbacks:
     lost: Callable[["Generation"], None]
     ignored: Callable[[str], None]
     left: Callable[[str], None]
+    given: Callable[["Generation"], None]  # the client was given other tokens than engines count
 
 
 class Generation:
@@ -70,6 +71,7 @@ class Generation:
         )
         self._listener: Callable[[], None] | None = None
         self._announced = False
+        self._stopped: dict[int, int] = {}  # tokens of choices that stop strings ended
         self._failure: Failed | None = None
         self.ended = False  # whether no more deltas come after those that can be taken now
 
@@ -81,6 +83,12 @@ class Generation:
     def shared(self) -> bool:
         """Whether other gateways may have clients of it."""
         return self.request.keep_ms > 0
+
+    @property
+    def given(self) -> int:
+        """How many output tokens the client was given."""
+        choices = range(self.request.sampling.n)
+        return sum(self._stopped.get(n, self.arbiter.token_count(n)) for n in choices)
 
     @property
     def started(self) -> bool:
@@ -145,8 +153,14 @@ class Generation:
     ) -> None:
         await self.cancel()
 
-    async def stop_choice(self, choice: int) -> None:
-        """Ends a choice in which a stop string was found; its engine stops generating it."""
+    async def stop_choice(self, choice: int, tokens: int) -> None:
+        """Ends a choice in which a stop string was found; its engine stops generating it.
+
+        The client is given `tokens` of it.
+        """
+        self._stopped[choice] = tokens
+        if self.ended:
+            self._callbacks.given(self)
         if self.ended or not self.arbiter.stop_choice(choice):
             return
         owner = self.arbiter.owner
@@ -227,6 +241,8 @@ class Generation:
                         self._callbacks.send(action.engine_id, self.request.model, action.control)
                 case Fail():
                     self._end(action.failed)
+                    if self.holder is None:
+                        self._callbacks.given(self)
                 case Lost():
                     self._callbacks.lost(self)
                 case Ignore():
@@ -238,8 +254,10 @@ class Generation:
         self._notify()
 
     def _end_if_complete(self) -> None:
-        if self.arbiter.complete:
+        if self.arbiter.complete and not self.ended:
             self._end(None)
+            if self._stopped:
+                self._callbacks.given(self)
 
     def _end(self, failure: Failed | None) -> None:
         if self.ended:

@@ -59,6 +59,10 @@ class LateReplies:
         """Notes that a request continues without this gateway."""
         self._left.note(request_id, now)
 
+    def has_left(self, request_id: str) -> bool:
+        """Whether a request continues without this gateway."""
+        return request_id in self._left
+
     def answer(self, engine_id: str, reply: Reply, now: float) -> Disown | None:
         """Returns the Disown for the engine that sent this reply, or None."""
         rid, key = reply.request_id, (engine_id, reply.request_id)

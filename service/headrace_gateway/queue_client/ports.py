@@ -33,8 +33,8 @@ class Generation(Protocol):
 
     def __aiter__(self) -> AsyncIterator[Delta]: ...
 
-    async def stop_choice(self, choice: int) -> None:
-        """Ends this choice: a stop string was found."""
+    async def stop_choice(self, choice: int, tokens: int) -> None:
+        """Ends this choice, of which the client is given `tokens`: a stop string was found."""
 
     async def cancel(self) -> None:
         """Cancels the request. Does nothing once it has ended."""

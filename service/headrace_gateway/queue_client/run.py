@@ -4,6 +4,7 @@ Knows neither HTTP nor the form of answers.
 """
 
 import asyncio
+from collections import Counter
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass
 
@@ -82,7 +83,8 @@ class Run:
             choice: ChoiceText(tokenizer, prompt, accepted.sampling)
             for choice in range(accepted.sampling.n)
         }
-        self._stopped: list[int] = []
+        self._tokens: Counter[int] = Counter()  # by choice, where it may have a stop string
+        self._stopped: list[tuple[int, int]] = []  # choices with a stop string, and their tokens
         self.usage = Usage(prompt_tokens=len(prompt))
 
     async def pieces(self) -> AsyncIterator[Piece]:
@@ -122,11 +124,12 @@ class Run:
             delta.token_ids, finish_reason=delta.finish_reason, stop_token=delta.stop_token
         )
         self._count(delta, new)
+        self._tokens[delta.choice] += new.tokens
         piece = self._piece(delta, new)
         if piece.finish_reason is not None:
             del self._open[delta.choice]
-            if delta.finish_reason is None:
-                self._stopped.append(delta.choice)
+            if new.stop is not None:
+                self._stopped.append((delta.choice, self._tokens[delta.choice]))
         return piece
 
     @property
@@ -136,7 +139,7 @@ class Run:
     async def settle(self) -> None:
         """Ends the choices in which a stop string was found."""
         while self._stopped:
-            await self._generation.stop_choice(self._stopped.pop())
+            await self._generation.stop_choice(*self._stopped.pop())
 
     def _count(self, delta: Delta, new: TextPiece) -> None:
         self.usage.completion_tokens += new.tokens

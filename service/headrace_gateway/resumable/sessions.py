@@ -6,6 +6,7 @@ reader for its window, here or at another gateway, is cancelled.
 
 import asyncio
 import logging
+from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from dataclasses import replace
 
@@ -105,16 +106,18 @@ class _Stops:
             choice: ChoiceText(tok, prompt, sampling)
             for choice in (range(sampling.n) if sampling.stop else ())
         }
+        self._tokens: Counter[int] = Counter()
 
-    def found(self, delta: Delta) -> bool:
-        """Whether the choice's text ends at this delta."""
+    def found(self, delta: Delta) -> int | None:
+        """The number of the choice's tokens if its text ends at this delta, else None."""
         text = self._open.get(delta.choice)
         if text is None or delta.finish_reason is not None:
-            return False
+            return None
+        self._tokens[delta.choice] += len(delta.token_ids)
         if text.push(delta.token_ids).stop is None:
-            return False
+            return None
         del self._open[delta.choice]
-        return True
+        return self._tokens[delta.choice]
 
 
 class FollowedRequest:
@@ -135,8 +138,8 @@ class FollowedRequest:
             async for delta in self._generation:
                 for single in single_tokens(delta):
                     self.log.add(single)
-                    if stops.found(single):
-                        await self._generation.stop_choice(single.choice)
+                    if (tokens := stops.found(single)) is not None:
+                        await self._generation.stop_choice(single.choice, tokens)
             failure = None
         except HeadraceError as error:
             failure = error
@@ -240,7 +243,7 @@ class _SessionReader:
     def __aiter__(self) -> AsyncIterator[Delta]:
         return self.followed.log.read()
 
-    async def stop_choice(self, choice: int) -> None:
+    async def stop_choice(self, choice: int, tokens: int) -> None:
         """Does nothing: the session has found the same stop string."""
 
     async def cancel(self) -> None:

@@ -402,7 +402,7 @@ class _Ended:
                 cached_tokens=self._outcome.cached_tokens,
             )
 
-    async def stop_choice(self, choice: int) -> None:
+    async def stop_choice(self, choice: int, tokens: int) -> None:
         """Does nothing: it has ended."""
 
     async def cancel(self) -> None:

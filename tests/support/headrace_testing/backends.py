@@ -7,6 +7,7 @@ from typing import Protocol
 
 from headrace_common.protocol.accounts import Accounts
 from headrace_common.protocol.base import EngineQueue, EngineStatus, GatewayQueue, ShardQueue
+from headrace_common.protocol.ledger import UsageEntry, read_entry
 from headrace_common.protocol.redis.accounts import RedisAccounts
 from headrace_common.protocol.redis.client.client import RedisClient
 from headrace_common.protocol.redis.client.connection import Connection, ConnectionConfig
@@ -55,6 +56,9 @@ class Backend(Protocol):
     async def dead_letters(self) -> list[tuple[str, str]]:
         """The request id and the reason of each dead letter."""
 
+    async def ledger(self) -> list[UsageEntry]:
+        """The entries of all shards of the model's ledger, the oldest of each shard first."""
+
     async def close(self) -> None: ...
 
 
@@ -73,7 +77,7 @@ class InMemory:
         def shard(number: int) -> ShardQueue:
             return MemoryEngineQueue(self.store, name, MODEL, shard=number, lease_ms=lease_ms)
 
-        return ShardedEngineQueue(shard, self.shards, reap_every=0.0)
+        return ShardedEngineQueue(shard, self.shards, reap_every=0.0, share_every=0.0)
 
     def registry(self) -> ModelRegistry:
         return MemoryModelRegistry(self.store)
@@ -90,6 +94,10 @@ class InMemory:
     async def dead_letters(self) -> list[tuple[str, str]]:
         shards = [self.store.shard(MODEL, number) for number in range(self.shards)]
         return [(rid, why) for shard in shards for rid, why, _ in shard.dead_letters]
+
+    async def ledger(self) -> list[UsageEntry]:
+        shards = [self.store.shard(MODEL, number) for number in range(self.shards)]
+        return [entry for shard in shards for entry in shard.ledger]
 
     async def close(self) -> None:
         """Does nothing: no connection is open."""
@@ -137,7 +145,7 @@ class OverRedis:
         def shard(number: int) -> ShardQueue:
             return RedisEngineQueue(connection, name, MODEL, shard=number, lease_ms=lease_ms)
 
-        queue = ShardedEngineQueue(shard, self.shards, reap_every=0.0)
+        queue = ShardedEngineQueue(shard, self.shards, reap_every=0.0, share_every=0.0)
         self._engines.append(queue)
         return queue
 
@@ -161,6 +169,14 @@ class OverRedis:
             for letter in await self.client.command("XRANGE", name, "-", "+")
         ]
         return [(fields[b"r"].decode(), fields[b"why"].decode()) for _, fields in found]
+
+    async def ledger(self) -> list[UsageEntry]:
+        names = [keys.ShardKeys(MODEL, number).ledger for number in range(self.shards)]
+        return [
+            read_entry(MODEL, *entry)
+            for name in names
+            for entry in await self.client.command("XRANGE", name, "-", "+")
+        ]
 
     async def close(self) -> None:
         for queue in self._engines:

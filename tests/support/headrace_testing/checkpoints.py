@@ -458,6 +458,30 @@ SHAPES: dict[str, Shape] = {
         },
     ),
     "glm-moe-dsa": Shape("GlmMoeDsaConfig", {**_ROUTED, **_LATENT, **_INDEX}),
+    "glm-moe-dsa-shared": Shape(
+        "GlmMoeDsaConfig",
+        {
+            **_ROUTED,
+            **_LATENT,
+            **_INDEX,
+            "num_hidden_layers": 5,
+            "indexer_types": ["full", "full", "shared", "shared", "full"],
+        },
+    ),
+    "longcat-flash": Shape(
+        "LongcatFlashConfig",
+        {
+            **{name: value for name, value in _SIZES.items() if name != "num_hidden_layers"},
+            **_LATENT,
+            "num_layers": 2,
+            "head_dim": 16,
+            "moe_topk": 3,
+            "n_routed_experts": 8,
+            "zero_expert_num": 4,
+            "expert_ffn_hidden_size": 48,
+            "routed_scaling_factor": 1.7,
+        },
+    ),
     "glm4-moe-lite": Shape("Glm4MoeLiteConfig", {**_ROUTED, **_LATENT}),
     "minimax-m2": Shape(
         "MiniMaxM2Config",
@@ -467,6 +491,17 @@ SHAPES: dict[str, Shape] = {
             "rotary_dim": 16,
             "num_local_experts": 6,
             "num_experts_per_tok": 2,
+        },
+    ),
+    "mimo-v2": Shape(
+        "MiMoV2FlashConfig",
+        {
+            **_ROUTED,
+            "num_hidden_layers": 4,
+            "head_dim": 32,
+            "v_head_dim": 20,
+            "sliding_window": 10,
+            "layer_types": ["full_attention", *["sliding_attention"] * 2, "full_attention"],
         },
     ),
     "olmoe": Shape("OlmoeConfig", {**_GROUPED, "num_experts": 6, "num_experts_per_tok": 2}),

@@ -141,7 +141,10 @@ def write_mtp(folder: Path, reference: MTPReference, layers: int) -> None:
         "shared_head.head.weight": reference.model.lm_head.weight,
     }
     add_tensors(folder, {prefix + name: part for name, part in (shared | reference.own).items()})
-    change_config(folder, num_hidden_layers=layers, num_nextn_predict_layers=1)
+    kinds = ("layer_types", "mlp_layer_types", "indexer_types")
+    config = json.loads((folder / "config.json").read_text())
+    own = {name: config[name][:layers] for name in kinds if config.get(name)}
+    change_config(folder, num_hidden_layers=layers, num_nextn_predict_layers=1, **own)
     make_tokenizer().save(str(folder / "tokenizer.json"))
 
 

@@ -28,6 +28,7 @@ def make_request(
     resume: tuple[tuple[int, ...], ...] = (),
     priority: int = 0,
     tenant: str = "default",
+    tenant_weight: float = 1.0,
     deadline: float = inf,
 ) -> EngineRequest:
     """A request; without `params` it asks for four tokens, of which any are accepted."""
@@ -41,6 +42,7 @@ def make_request(
         resume=resume,
         priority=priority,
         tenant=tenant,
+        tenant_weight=tenant_weight,
         deadline=deadline,
     )
 

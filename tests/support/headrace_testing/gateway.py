@@ -136,7 +136,7 @@ class ScriptedGeneration:
             self._ended = True
             raise self._engine.failure
 
-    async def stop_choice(self, choice: int) -> None:
+    async def stop_choice(self, choice: int, tokens: int) -> None:
         self._engine.stopped.append((self._request.request_id, choice))
         self._open.discard(choice)
         self._ended = not self._open

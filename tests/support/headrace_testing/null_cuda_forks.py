@@ -1,6 +1,7 @@
 """Programs on the null CUDA device that are forked from one process that has imported torch,
 because the import takes longer than some of them run."""
 
+import gc
 import importlib
 import json
 import os
@@ -11,6 +12,8 @@ import traceback
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
+
+from triton.runtime.cache import triton_key
 
 PRELOADED = (
     "headrace_testing.decode",
@@ -84,6 +87,8 @@ def main() -> None:
     """Forks a process for each line of JSON, and prints its exit code when it has ended."""
     for name in PRELOADED:
         importlib.import_module(name)
+    triton_key()  # a hash of all of Triton, which is computed once in each process
+    gc.freeze()  # programs collect garbage, and would visit and so copy all of these objects
     for line in sys.stdin:
         child = os.fork()
         if child == 0:

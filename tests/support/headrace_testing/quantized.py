@@ -17,6 +17,8 @@ from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 from headrace_testing.checkpoints import save_checkpoint
 
 FILE = "model.safetensors"
+# Parts of the names of routers, of a shared expert's gate, and of the weights of indexers' heads.
+WHOLE = (".gate.", ".classifier.", ".moe_statics.", ".shared_expert_gate.", ".weights_proj.")
 AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
 Tensors = dict[str, torch.Tensor]
 
@@ -52,13 +54,13 @@ def save_quantized(
     """Returns the folders of a quantised checkpoint and of the same checkpoint with dequantised
     weights.
 
-    Routers, heads and matrices without `part` in their names are not quantised.
+    Matrices with a part of `WHOLE` in their names are not quantised, and those without `part`.
     """
     whole = save_checkpoint(folder / "whole", name, **changes)
     tensors = load_file(whole / FILE)
     packed: Tensors = {}
     for key, weight in tensors.items():
-        if weight.ndim < 2 or part not in key or key.endswith(".gate.weight"):
+        if weight.ndim < 2 or part not in key or any(name in key for name in WHOLE):
             packed[key] = weight
             continue
         rounded = form.round(weight)

@@ -8,7 +8,7 @@ import json
 import struct
 import sys
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -168,6 +168,7 @@ REQUESTS = {
     "request": REQUEST,
     "request with everything": FULL_REQUEST,
     "request for an embedding": EMBEDDING_REQUEST,
+    "request of a weighted tenant": replace(REQUEST, tenant_weight=2.5),
 }
 OUTCOMES = {
     "outcome": Outcome(choices=(STATE, SCORED), cached_tokens=3),

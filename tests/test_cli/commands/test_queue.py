@@ -1,8 +1,13 @@
 """`headrace queue` as a person or a script runs it."""
 
 import asyncio
+import csv
 import json
+import signal
+import subprocess
+import sys
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,13 +18,15 @@ from typer.testing import CliRunner, Result
 from headrace_cli.errors import CliError, UsageError
 from headrace_cli.main import app
 from headrace_cli.queues.queues import queue_url
-from headrace_common.protocol.base import Progress, QueueLimits
+from headrace_common.protocol.base import Outcome, Progress, QueueLimits
 from headrace_common.protocol.redis.client.connection import Connection, ConnectionConfig
 from headrace_common.protocol.redis.engine import RedisEngineQueue
 from headrace_common.sealing.keyring import Keyring, new_key, write_keyring
 from headrace_common.wire import keys
 from headrace_common.wire.messages import ChoiceState
+from headrace_operator.simulation.workload import read_csv
 from headrace_testing.backends import MODEL, OverRedis, make_request, make_status
+from headrace_testing.processes import until
 from headrace_testing.valkey import ValkeyServer
 
 LIMITS = QueueLimits()
@@ -202,3 +209,63 @@ def test_the_queue_of_a_running_up_is_the_default(tmp_path: Path) -> None:
     (tmp_path / "valkey" / "valkey.sock").touch()
     assert queue_url(None, tmp_path) == f"unix://{tmp_path}/valkey/valkey.sock"
     assert queue_url("redis://r", tmp_path) == "redis://r"
+
+
+async def answer(backend: OverRedis, tenant: str, prompt: int, output: int) -> None:
+    gateway, engine = backend.gateway(), backend.engine()
+    request = replace(make_request(prompt=(1,) * prompt), tenant=tenant)
+    await gateway.admit(request, LIMITS)
+    (lease,) = await engine.take(1)
+    state = ChoiceState(token_ids=(7,) * output, finish_reason="length")
+    await engine.finish(request.request_id, lease.attempt, Outcome(choices=(state,)))
+
+
+def test_traffic_is_recorded_until_ctrl_c_as_the_simulator_reads_it(
+    server: ValkeyServer, tmp_path: Path
+) -> None:
+    backend = OverRedis(server.url)
+    file = tmp_path / "trace.csv"
+    with asyncio.Runner() as runner:
+        runner.run(backend.wipe())
+        runner.run(answer(backend, "before", 1, 1))
+        recording = subprocess.Popen(
+            [sys.executable, "-m", "headrace_cli", "queue", "record", "--redis", server.url]
+            + ["--output", str(file), "--json"],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        assert recording.stderr is not None
+        assert f"Recording {MODEL}" in recording.stderr.readline()
+        runner.run(answer(backend, "team-a", 5, 9))
+        until(lambda: len(file.read_text().splitlines()) == 2, "the first request to be written")
+        runner.run(answer(backend, "team-b", 3, 0))
+        runner.run(answer(backend, "team-a", 4, 2))
+        until(lambda: len(file.read_text().splitlines()) == 4, "all requests to be written")
+        recording.send_signal(signal.SIGINT)
+        printed, _ = recording.communicate(timeout=60)
+        runner.run(backend.close())
+
+    trace = read_csv(file)
+    assert recording.returncode == 0
+    assert json.loads(printed) == {"requests": 3, "file": str(file)}
+    assert sorted(zip(trace.prompts.tolist(), trace.outputs.tolist(), strict=True)) == [
+        (3, 1),
+        (4, 2),
+        (5, 9),
+    ]
+    with file.open(newline="") as lines:
+        tenants = {row["prompt_tokens"]: row["tenant"] for row in csv.DictReader(lines)}
+    assert tenants["5"] == tenants["4"] != tenants["3"]
+    assert "team" not in file.read_text()
+
+
+def test_a_recording_ends_after_its_time_and_replaces_no_file(
+    server: ValkeyServer, waiting: list[str], tmp_path: Path
+) -> None:
+    file = tmp_path / "trace.csv"
+    arguments = ("record", "--output", str(file), "--seconds", "0")
+    assert read(server, *arguments) == {"requests": 0, "file": str(file)}
+    refused = queue(server, *arguments)
+    assert isinstance(refused.exception, UsageError)
+    assert "trace.csv cannot be made" in str(refused.exception)

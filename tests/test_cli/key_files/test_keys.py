@@ -49,6 +49,7 @@ def test_every_field_can_be_given(file: Path) -> None:
     done = keys(
         *("create", "alice", "--file", file, "--tenant", "team-a", "--model", "a", "--model", "b"),
         *("--requests-per-minute", 60, "--tokens-per-minute", 1000, "--concurrency", 4),
+        *("--prompt-tokens-per-day", 7000, "--output-tokens-per-day", 5000),
         *("--priority-ceiling", -2, "--expires", "2099-01-31", "--json"),
     )
     shown = json.loads(done.stdout)
@@ -61,8 +62,23 @@ def test_every_field_can_be_given(file: Path) -> None:
         "requests_per_minute": 60,
         "tokens_per_minute": 1000,
         "concurrency": 4,
+        "prompt_tokens_per_day": 7000,
+        "output_tokens_per_day": 5000,
     }
     assert key.expires == datetime(2099, 1, 31, tzinfo=UTC)
+
+
+def test_all_keys_of_a_tenant_have_one_weight(file: Path) -> None:
+    keys("create", "alice", "--file", file, "--tenant", "a", "--tenant-weight", 3)
+    keys("create", "bob", "--file", file, "--tenant", "a")
+    keys("create", "carol", "--file", file)
+    refused = keys("create", "dan", "--file", file, "--tenant", "a", "--tenant-weight", 2)
+
+    weights = {name: key.tenant_weight for name, key in entries(file).items()}
+    assert weights == {"alice": 3, "bob": 3, "carol": 1}
+    assert isinstance(refused.exception, UsageError)
+    assert "--tenant-weight 3" in str(refused.exception)
+    assert keys("list", "--file", file).stdout.count("a (weight 3)") == 2
 
 
 def test_the_list_has_a_line_for_each_key(file: Path) -> None:

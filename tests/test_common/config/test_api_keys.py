@@ -36,6 +36,7 @@ def test_written_keys_are_read_back() -> None:
         "alice",
         NOW,
         tenant="team-a",
+        tenant_weight=2.5,
         models=("org/m", "b"),
         limits=KeyLimits(requests_per_minute=60, tokens_per_minute=10_000, concurrency=4),
         priority_ceiling=-5,
@@ -95,6 +96,11 @@ def test_yaml_json_and_secrets_are_read() -> None:
         ([entry(expires="2027-01-01T00:00:00")], "keys.0.expires"),
         ([entry(), entry(hash=hash_key("x"))], "two keys have the same id: a"),
         ([entry(), entry(id="b")], "two keys have the same hash: a, b"),
+        ([entry(tenant_weight=0)], "keys.0.tenant_weight"),
+        (
+            [entry(), entry(id="b", hash=hash_key("x"), tenant_weight=2)],
+            "two keys of the tenant default have different tenant_weight: 1 and 2",
+        ),
     ],
 )
 def test_a_wrong_entry_is_refused_by_its_field(

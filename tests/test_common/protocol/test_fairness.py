@@ -7,20 +7,30 @@ from dataclasses import replace
 import pytest
 
 from headrace_common.errors import QueueFull
-from headrace_common.protocol.base import EngineQueue, GatewayQueue, Lease, Outcome, QueueLimits
+from headrace_common.protocol.base import (
+    EngineQueue,
+    GatewayQueue,
+    Lease,
+    Outcome,
+    Progress,
+    QueueLimits,
+)
 from headrace_common.wire.messages import ChoiceState, GenerateRequest
-from headrace_testing.backends import MODEL, Backend, OverRedis, make_request
+from headrace_testing.backends import MODEL, Backend, OverRedis, make_request, make_status
 from headrace_testing.memory_queue.fairness import DEBT, Counters
 
 LIMITS = QueueLimits(max_requests=10_000)
 
 
-def ask(tenant: str, prompt: int = 1, **options: int) -> GenerateRequest:
-    return replace(make_request(prompt=(1,) * prompt, **options), tenant=tenant)  # type: ignore[arg-type]
+def ask(tenant: str, prompt: int = 1, *, weight: float = 1, **options: int) -> GenerateRequest:
+    request = make_request(prompt=(1,) * prompt, **options)  # type: ignore[arg-type]
+    return replace(request, tenant=tenant, tenant_weight=weight)
 
 
-async def queued(gateway: GatewayQueue, tenant: str, count: int, prompt: int = 1) -> list[str]:
-    requests = [ask(tenant, prompt) for _ in range(count)]
+async def queued(
+    gateway: GatewayQueue, tenant: str, count: int, prompt: int = 1, weight: float = 1
+) -> list[str]:
+    requests = [ask(tenant, prompt, weight=weight) for _ in range(count)]
     for request in requests:
         await gateway.admit(request, LIMITS)
     return [request.request_id for request in requests]
@@ -71,6 +81,44 @@ async def test_output_is_charged_when_it_has_been_made(backend: Backend) -> None
         order[lease.request.tenant] += 1
         await served(engine, lease, 10 if lease.request.tenant == "talks" else 1)
     assert order["listens"] >= 3 * order["talks"] > 0
+
+
+async def test_a_tenant_gets_its_weight_in_prompts(backend: Backend) -> None:
+    gateway, engine = backend.gateway(), backend.engine()
+    await queued(gateway, "three", 60, prompt=4, weight=3)
+    await queued(gateway, "one", 60, prompt=4)
+    order = Counter(tenants(await engine.take(40)))
+    assert order["three"] == pytest.approx(30, abs=2)
+
+
+async def test_a_tenant_gets_its_weight_in_output(backend: Backend) -> None:
+    gateway, engine = backend.gateway(), backend.engine()
+    await queued(gateway, "half", 60, weight=0.5)
+    await queued(gateway, "one", 60)
+    order: Counter[str] = Counter()
+    for _ in range(30):
+        (lease,) = await engine.take(1)
+        order[lease.request.tenant] += 1
+        await served(engine, lease, 20)
+    assert order["one"] == pytest.approx(20, abs=2)
+
+
+async def test_parts_of_an_answer_cost_as_much_as_the_whole(over_redis: OverRedis) -> None:
+    gateway, engine = over_redis.gateway(), over_redis.engine()
+    await queued(gateway, "three", 1, weight=3)
+    (lease,) = await engine.take(1)
+    for length in range(30):
+        step = Progress(
+            request_id=lease.request.request_id,
+            attempt=1,
+            journaled=(length,),
+            choices=(ChoiceState(token_ids=(7,)),),
+        )
+        await engine.beat([step], make_status())
+    counters = over_redis.keys.counters
+    assert await over_redis.client.command("HGET", counters, "three") == b"20"
+    await served(engine, lease, 33)
+    assert await over_redis.client.command("HGET", counters, "three") == b"22"
 
 
 async def test_all_engines_charge_the_same_counters(backend: Backend) -> None:

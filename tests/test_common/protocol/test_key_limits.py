@@ -16,7 +16,9 @@ from redis.exceptions import ConnectionError as Lost
 from headrace_common.errors import BackendUnavailable
 from headrace_common.protocol.limits import (
     LEASE_MS,
+    NO_TOKENS,
     Bucket,
+    DayTokens,
     KeyUsage,
     RateLimit,
     Rates,
@@ -34,6 +36,7 @@ from headrace_testing.valkey import ValkeyServer
 KEY = "a-key"
 # Between two commands over Valkey a little time passes by itself.
 CLOSE = 0.5
+DAY_S = 86_400
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,14 +45,37 @@ class Counted:
     other: KeyUsage
     """Another gateway's."""
     advance: Callable[[float], Awaitable[None]]
+    next_day: Callable[[], Awaitable[int]]
+    """Lets midnight pass; returns what must be added to numbers of days that are known."""
 
-    async def reserve(self, request_id: str, rates: Rates, tokens: int = 0) -> Reservation:
-        return await self.usage.reserve(KEY, request_id, rates, tokens)
+    async def reserve(
+        self, request_id: str, rates: Rates, tokens: int = 0, daily: DayTokens = NO_TOKENS
+    ) -> Reservation:
+        return await self.usage.reserve(KEY, request_id, rates, tokens, daily)
+
+    async def spend(self, request_id: str, rates: Rates, daily: DayTokens, used: DayTokens) -> None:
+        reserved = await self.reserve(request_id, rates, daily=daily)
+        assert reserved.refused is None
+        settlement = Settlement(
+            reserved=0,
+            used=0,
+            duration_ms=1,
+            day=reserved.day,
+            reserved_daily=daily,
+            used_daily=used,
+        )
+        await self.usage.settle(KEY, request_id, rates, settlement)
 
     async def settle(self, request_id: str, rates: Rates, **changes: int) -> None:
         ended = {"reserved": 0, "used": 0, "duration_ms": 1000, **changes}
         counted = bool(ended.pop("counted", 1))
-        await self.usage.settle(KEY, request_id, rates, Settlement(counted=counted, **ended))
+        settlement = Settlement(
+            reserved=ended["reserved"],
+            used=ended["used"],
+            duration_ms=ended["duration_ms"],
+            counted=counted,
+        )
+        await self.usage.settle(KEY, request_id, rates, settlement)
 
 
 SERVERS = {"redis": "valkey_server", "cluster": "cluster_set"}
@@ -64,7 +90,11 @@ async def counted(request: pytest.FixtureRequest) -> AsyncIterator[Counted]:
         async def pass_by(seconds: float) -> None:
             now[0] += seconds
 
-        yield Counted(usage, usage, pass_by)
+        async def to_next_day() -> int:
+            now[0] += DAY_S - now[0] % DAY_S
+            return 0
+
+        yield Counted(usage, usage, pass_by, to_next_day)
         return
     server: ValkeyServer | ClusterSet = request.getfixturevalue(SERVERS[request.param])
     redis_backend = OverRedis(server.url)
@@ -76,8 +106,15 @@ async def counted(request: pytest.FixtureRequest) -> AsyncIterator[Counted]:
         for lease in await redis_backend.client.command("ZRANGE", keys.key_leases(KEY), 0, -1):
             await redis_backend.client.command("ZINCRBY", keys.key_leases(KEY), -ms, lease)
 
+    async def age_a_day() -> int:
+        await redis_backend.client.command("HINCRBY", keys.key_usage(KEY), "dy", -1)
+        return -1
+
     yield Counted(
-        RedisKeyUsage(redis_backend.connect()), RedisKeyUsage(redis_backend.connect()), age
+        RedisKeyUsage(redis_backend.connect()),
+        RedisKeyUsage(redis_backend.connect()),
+        age,
+        age_a_day,
     )
     await redis_backend.close()
 
@@ -219,6 +256,55 @@ async def test_a_limit_that_was_lowered_holds_at_once(counted: Counted) -> None:
         await counted.reserve(f"r{number}", Rates(requests=10))
 
     assert (await counted.reserve("r5", Rates(requests=5))).refused is RateLimit.REQUESTS
+
+
+async def test_a_days_output_is_refused_until_midnight(counted: Counted) -> None:
+    rates = Rates(output_tokens_per_day=100)
+    await counted.spend("r0", rates, DayTokens(50, 80), DayTokens(50, 60))
+    refused = await counted.reserve("r1", rates, daily=DayTokens(5, 41))
+
+    assert (refused.refused, refused.used) == (RateLimit.OUTPUT_DAY, 60)
+    assert 0 < refused.retry_after <= DAY_S
+    assert (await counted.reserve("r2", rates, daily=DayTokens(5, 40))).refused is None
+    await counted.next_day()
+    assert (await counted.reserve("r1", rates, daily=DayTokens(5, 41))).refused is None
+
+
+async def test_a_days_prompts_are_counted_apart(counted: Counted) -> None:
+    rates = Rates(prompt_tokens_per_day=100, output_tokens_per_day=10)
+    await counted.spend("r0", rates, DayTokens(60, 10), DayTokens(60, 0))
+
+    refused = await counted.reserve("r1", rates, daily=DayTokens(41, 10))
+    assert (refused.refused, refused.used) == (RateLimit.PROMPT_DAY, 60)
+    assert (await counted.reserve("r2", rates, daily=DayTokens(40, 10))).refused is None
+
+
+async def test_a_request_over_midnight_counts_on_the_day_it_ends(counted: Counted) -> None:
+    rates = Rates(output_tokens_per_day=100)
+    reserved = await counted.reserve("r0", rates, daily=DayTokens(0, 90))
+    day = reserved.day + await counted.next_day()
+    settlement = Settlement(
+        reserved=0,
+        used=0,
+        duration_ms=1,
+        day=day,
+        reserved_daily=DayTokens(0, 90),
+        used_daily=DayTokens(0, 70),
+    )
+    await counted.usage.settle(KEY, "r0", rates, settlement)
+
+    refused = await counted.reserve("r1", rates, daily=DayTokens(0, 31))
+    assert (refused.refused, refused.used) == (RateLimit.OUTPUT_DAY, 70)
+
+
+async def test_what_is_used_of_a_day_is_kept_to_its_end(over_redis: OverRedis) -> None:
+    usage = RedisKeyUsage(over_redis.connect())
+    rates = Rates(output_tokens_per_day=100)
+    await usage.reserve(KEY, "r0", rates, 0, DayTokens(0, 5))
+    kept = await over_redis.client.command("PTTL", keys.key_usage(KEY))
+    seconds, _ = await over_redis.client.command("TIME")
+
+    assert kept / 1000 == pytest.approx(DAY_S - int(seconds) % DAY_S + 600, abs=5)
 
 
 async def test_a_settlement_whose_reply_is_lost_is_done_once(over_redis: OverRedis) -> None:

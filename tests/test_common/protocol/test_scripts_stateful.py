@@ -27,6 +27,7 @@ from headrace_common.protocol.base import (
     QueueLimits,
 )
 from headrace_common.protocol.failures import failed
+from headrace_common.protocol.ledger import AttemptUsage
 from headrace_common.wire.messages import ChoiceState, GenerateRequest
 from headrace_testing.backends import MODEL, InMemory, OverRedis, make_request, make_status
 from headrace_testing.valkey import ValkeyServer
@@ -45,6 +46,7 @@ MANNERS: Sequence[Mapping[str, bool]] = ({}, {}, {"polite": True}, {"disputed": 
 REQUESTS = 12
 OVER = 11  # the request whose deadline has passed
 requests = st.integers(0, REQUESTS - 1)
+usages = st.builds(AttemptUsage, *(st.integers(0, 9) for _ in range(3)))
 
 
 class ScriptsAndModel(RuleBasedStateMachine):
@@ -89,6 +91,7 @@ class ScriptsAndModel(RuleBasedStateMachine):
                     seconds=-1 if number == OVER else 600,
                 ),
                 tenant=f"t{number % 3}",
+                tenant_weight=(1.0, 3.0, 0.5)[number % 3],
             )
             for number in range(REQUESTS)
         ]
@@ -167,8 +170,16 @@ class ScriptsAndModel(RuleBasedStateMachine):
                 assert lease in model
                 self.attempts[lease.request.request_id] = lease.attempt
 
-    @rule(engine=engines, number=requests, made=st.integers(0, 3), executing=st.booleans())
-    def beat(self, engine: str, number: int, made: int, executing: bool) -> None:
+    @rule(
+        engine=engines,
+        number=requests,
+        made=st.integers(0, 3),
+        executing=st.booleans(),
+        usage=usages,
+    )
+    def beat(
+        self, engine: str, number: int, made: int, executing: bool, usage: AttemptUsage
+    ) -> None:
         rid = self.requests[number].request_id
         item = Progress(
             request_id=rid,
@@ -176,6 +187,7 @@ class ScriptsAndModel(RuleBasedStateMachine):
             journaled=(0,),
             choices=(ChoiceState(token_ids=tuple(range(made))),),
             executing=executing,
+            usage=usage,
         )
         real, model = (self.run(q.beat([item], make_status(engine))) for q in self.engines[engine])
         self.same(dict(real), dict(model))
@@ -192,12 +204,17 @@ class ScriptsAndModel(RuleBasedStateMachine):
         rid = self.requests[number].request_id
         self.same(*(self.run(q.journal(rid)) for q in self.engines[engine]))
 
-    @rule(engine=engines, number=requests)
-    def finish(self, engine: str, number: int) -> None:
+    @rule(engine=engines, number=requests, made=st.integers(0, 3), usage=usages)
+    def finish(self, engine: str, number: int, made: int, usage: AttemptUsage) -> None:
         rid = self.requests[number].request_id
-        outcome = Outcome(choices=(ChoiceState(token_ids=(1,), finish_reason="length"),))
+        state = ChoiceState(token_ids=tuple(range(made)), finish_reason="length")
         attempt = self.attempts.get(rid, 0)
-        self.same(*(self.run(q.finish(rid, attempt, outcome)) for q in self.engines[engine]))
+        self.same(
+            *(
+                self.run(q.finish(rid, attempt, Outcome(choices=(state,)), usage))
+                for q in self.engines[engine]
+            )
+        )
 
     @rule(
         numbers=st.lists(requests, min_size=1, max_size=6),
@@ -222,7 +239,7 @@ class ScriptsAndModel(RuleBasedStateMachine):
                     *(self.run(q.finish(rid, attempt, outcome)) for q in self.engines[engine])
                 )
             if then is None:
-                self.cancel(gateway, number)
+                self.cancel(gateway, number, None)
                 then = {}
             self.admit(gateway, number, True, then)
 
@@ -242,10 +259,28 @@ class ScriptsAndModel(RuleBasedStateMachine):
         for queue in self.gateways[gateway]:
             self.run(queue.release(rid, MODEL, engine, self.attempts.get(rid, 0)))
 
-    @rule(gateway=gateways, number=requests)
-    def cancel(self, gateway: str, number: int) -> None:
+    @rule(gateway=gateways, number=requests, given=st.none() | st.integers(0, 4))
+    def cancel(self, gateway: str, number: int, given: int | None) -> None:
         for queue in self.gateways[gateway]:
-            self.run(queue.cancel(self.requests[number].request_id, MODEL))
+            self.run(queue.cancel(self.requests[number].request_id, MODEL, given))
+
+    @rule(gateway=gateways, number=requests, given=st.integers(0, 4))
+    def note_given(self, gateway: str, number: int, given: int) -> None:
+        for queue in self.gateways[gateway]:
+            self.run(queue.note_given(self.requests[number].request_id, MODEL, given))
+
+    @invariant()
+    def each_request_is_entered_once(self) -> None:
+        """All further entries correct the first one."""
+        real, model = (
+            sorted(
+                (replace(entry, accepted_ms=0, ended_ms=0) for entry in self.run(each.ledger())),
+                key=lambda entry: (entry.request_id, entry.part),
+            )
+            for each in (self.redis, self.model)
+        )
+        for entry in self.same(real, model):
+            assert entry.part or min(entry.prompt_tokens, entry.output_tokens) >= 0
 
     @invariant()
     def the_streams_hold_what_is_alive(self) -> None:

@@ -84,6 +84,17 @@ def test_only_a_request_with_an_adapter_has_its_name_on_the_wire() -> None:
             decode_request(pack_message({**body, "lora": wrong}))
 
 
+def test_only_a_request_with_an_api_key_has_its_id_on_the_wire() -> None:
+    request = replace(make_request(), key="alice")
+
+    assert decode_request(encode_request(request)) == request
+    body = msgpack.unpackb(encode_request(make_request()), strict_map_key=False)
+    assert "key" not in body
+    for wrong in ("", 7, None, "x" * 300):
+        with pytest.raises(MessageError, match="key"):
+            decode_request(pack_message({**body, "key": wrong}))
+
+
 def test_vectors_survive_every_message() -> None:
     state = ChoiceState(finish_reason="stop", embedding=VECTOR)
     frame = Frame("e", (tokens_reply(), Sync(request_id="r", attempt=1, choices=(state,))))

@@ -2,6 +2,7 @@
 messages."""
 
 import json
+import math
 from pathlib import Path
 
 import msgpack
@@ -32,6 +33,20 @@ def test_messages_contain_all_fields_that_an_earlier_release_reads(name: str, da
     assert_holds(
         msgpack.unpackb(now, strict_map_key=False), msgpack.unpackb(data, strict_map_key=False)
     )
+
+
+@pytest.mark.parametrize("name", MESSAGES)
+def test_each_message_is_read_as_it_was_written(name: str) -> None:
+    message = MESSAGES[name]
+    assert message.decode(message.encode(message.content)) == message.content
+
+
+@pytest.mark.parametrize("weight", [0.0, -1.0, math.inf, "1"])
+def test_a_request_without_a_valid_weight_is_refused(weight: object) -> None:
+    message = MESSAGES["request of a weighted tenant"]
+    body = msgpack.unpackb(message.encode(message.content))
+    with pytest.raises(MessageError, match="weight"):
+        message.decode(msgpack.packb({**body, "weight": weight}))
 
 
 def assert_holds(now: object, before: object) -> None:

@@ -2,6 +2,7 @@
 scheduling of a request, the scales of checkpoints, refusals. test_cpu_attention and
 test_triton_attention test what backends compute with such caches."""
 
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -92,6 +93,21 @@ def test_the_same_tokens_however_a_request_is_scheduled(folder: Path) -> None:
     assert outputs(folder, max_num_seqs=1, **options) == expected  # alone
     assert outputs(folder, num_blocks=18, **options) == expected  # preempted
     assert outputs(folder, num_blocks=18, swap_space=0.01, **options) == expected  # swapped
+
+
+@pytest.mark.parametrize("name", ["deepseek-v3", "deepseek-v32", "glm-moe-dsa-shared", "mimo-v2"])
+def test_tokens_of_caches_with_other_layouts_do_not_depend_on_the_schedule(
+    name: str, checkpoint: Callable[[str], Path]
+) -> None:
+    """Latents, an indexer's keys, and layers with other numbers of KV heads."""
+    folder, options = checkpoint(name), {"enable_prefix_caching": False}
+    expected = outputs(folder, **options)
+    exact = outputs(folder, kv_cache_dtype="auto", **options)
+    assert expected != exact, "8 bits should matter"
+    assert outputs(folder, max_num_batched_tokens=9, **options) == expected
+    assert outputs(folder, num_blocks=26, watermark=0.0, **options) == expected
+    swapping = {"swap_space": 0.01, **options}
+    assert outputs(folder, num_blocks=26, watermark=0.0, **swapping) == expected
 
 
 def test_a_prefix_is_found_in_the_cache_again(folder: Path) -> None:

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from headrace_engine.attention.cpu import CpuBackend
-from headrace_engine.attention.indexed import IndexRows, attend_to_chosen
+from headrace_engine.attention.indexed import IndexRows, attend_to_chosen, choose_keys
 from headrace_engine.attention.reference import ReferenceBackend
 from headrace_engine.attention.triton import TritonBackend
 from headrace_engine.core.attention_backend import AttentionMetadata, KVSpec, LayerParams
@@ -51,7 +51,9 @@ def test_each_position_attends_to_the_keys_with_the_best_scores(name: str, kept:
         max_query_len=19,
         max_seq_len=19,
     )
-    found = attend_to_chosen(backend, query, latents, rows, cache, metadata, PARAMS, RANK)
+    *stored, index_keys = cache
+    choice, where = choose_keys(rows, index_keys, metadata), (tuple(stored), metadata, PARAMS, RANK)
+    found = attend_to_chosen(backend, query, latents, choice, *where)
     for first, length in ((0, 19), (19, 5)):
         for at in range(length):
             own, seen = first + at, slice(first, first + at + 1)

@@ -76,6 +76,8 @@ class Bench:
         assert found == [path.output for name in names for path in paths[name]]
 
 
+@pytest.mark.proves("ranks", by="shape")
+@pytest.mark.proves("adapters", by="shape")
 @pytest.mark.parametrize(
     ("shape", "size", "modules"),
     [
@@ -85,6 +87,7 @@ class Bench:
         ("gemma2", 2, ALL_MODULES),
         ("phi3", 2, ("qkv_proj", "o_proj", "gate_up_proj", "down_proj")),
         ("qwen2-moe", 2, ALL_MODULES),
+        ("mimo-v2", 4, ALL_MODULES),
     ],
 )
 def test_a_mixed_batch_gives_the_tokens_of_merged_weights(

@@ -30,13 +30,20 @@ from headrace_engine.model_runner.model_runner import ModelRunner
 from headrace_engine.models import placed_model
 from headrace_engine.models.linear import linear_maker
 from headrace_engine.offline.embeddings import embed as embed_prompts
-from headrace_testing.checkpoints import Reference, save_checkpoint
+from headrace_testing.checkpoints import SHAPES, Reference, save_checkpoint
 from headrace_testing.engines import Output, engine_config, greedy, request, run
 from headrace_testing.quantized import Format, awq, gptq, save_fp8, save_quantized
 from headrace_testing.rank_threads import RankThread
 from headrace_testing.recorded_steps import PaddedReference, Replays
 
 LENGTH = 8
+# Architectures whose ranks are tested with quantised weights.
+QUANTISED = (
+    "mistral", "qwen2", "gemma", "gemma3", "smollm3", "olmo2", "granite", "ministral3", "glm",
+    "exaone4", "ernie4_5", "seed_oss", "olmo3", "qwen2-moe", "qwen3-moe", "solar-open", "dots1",
+    "minimax-m2", "olmoe", "ernie4_5-moe", "hunyuan", "hunyuan-moe", "deepseek-v2",
+    "deepseek-v32", "glm4-moe-lite",
+)  # fmt: skip
 
 CheckpointMaker = Callable[[str], Path]
 ReferenceMaker = Callable[[str], Reference]
@@ -53,6 +60,7 @@ def close(runner: ModelRunner) -> None:
     runner.peers.close()
 
 
+@pytest.mark.proves("ranks")
 @pytest.mark.parametrize(
     ("name", "size"),
     [
@@ -68,10 +76,14 @@ def close(runner: ModelRunner) -> None:
         ("gpt-oss", 2),
         ("glm4-moe", 2),
         ("minimax-m2", 2),
+        ("mimo-v2", 2),
+        ("mimo-v2", 4),
         ("llama4", 2),
         ("deepseek-v2-lite", 2),
         ("deepseek-v3", 4),
         ("deepseek-v32", 2),
+        ("glm-moe-dsa-shared", 2),
+        ("longcat-flash", 2),
     ],
 )
 def test_greedy_tokens_equal_transformers(
@@ -238,6 +250,23 @@ def embed(engine: Engine, ids: list[list[int]]) -> list[float]:
 @pytest.mark.parametrize("form", [gptq(size=16), gptq(size=32, desc_act=True)])
 def test_quantised_weights_are_cut_between_groups(form: Format, tmp_path: Path) -> None:
     packed, whole = save_quantized(tmp_path, "llama", form)
+    path = Reference(whole).clear_paths(1, LENGTH)[0]
+    engine, runner = make_engine(packed, 2)
+    outputs = run(engine, [request("0", path.prompt, greedy(LENGTH))])
+    close(runner)
+    assert tuple(outputs["0", 0].token_ids) == path.output
+
+
+@pytest.mark.proves("ranks")
+@pytest.mark.proves("quantised")
+@pytest.mark.parametrize("name", QUANTISED)
+def test_quantised_weights_of_other_architectures_are_cut(name: str, tmp_path: Path) -> None:
+    # Half of the inputs are whole groups of 16.
+    divisible = {"v_head_dim": 24, "moe_intermediate_size": 64}
+    divisible["shared_expert_intermediate_size"] = 64
+    options = SHAPES[name].options
+    changes: dict[str, Any] = {field: size for field, size in divisible.items() if field in options}
+    packed, whole = save_quantized(tmp_path, name, awq(16), **changes)
     path = Reference(whole).clear_paths(1, LENGTH)[0]
     engine, runner = make_engine(packed, 2)
     outputs = run(engine, [request("0", path.prompt, greedy(LENGTH))])

@@ -1,5 +1,6 @@
 """An engine on a GPU without a C compiler, as in its image: on the null CUDA device, with the
-kernels that the image's build compiles.
+kernels that the image's build compiles. Kernels that have not changed since an earlier session are
+not compiled again.
 """
 
 import os
@@ -12,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from headrace_engine.kernels.triton.shipped import SHIPPED
+from headrace_testing.kernel_store import ENVIRONMENT as STORED
 from headrace_testing.null_cuda import build, environment, refusal
 from headrace_testing.null_cuda_forks import Programs
 
@@ -39,7 +41,7 @@ def prefix(tmp_path_factory: pytest.TempPathFactory, programs: Programs) -> Path
     """The prefix of an installation with the compiled kernels of the demo model, as in the
     Dockerfile."""
     prefix = tmp_path_factory.mktemp("prefix")
-    given = {"TRITON_CACHE_DIR": str(prefix / SHIPPED), "TRITON_STORE_BINARY_ONLY": "1"}
+    given = {**STORED, "TRITON_CACHE_DIR": str(prefix / SHIPPED)}
     programs.run(COMPILE, ["headrace-demo"], given).check_returncode()
     for source in prefix.rglob("*.source"):
         source.unlink()
@@ -100,7 +102,7 @@ def test_the_image_says_where_its_kernels_are() -> None:
 def test_kernels_of_other_generations_are_compiled_too(
     capability: int, programs: Programs, tmp_path: Path
 ) -> None:
-    given = {"TRITON_CACHE_DIR": str(tmp_path), "NULL_CUDA_CAPABILITY": str(capability)}
+    given = {**STORED, "TRITON_CACHE_DIR": str(tmp_path), "NULL_CUDA_CAPABILITY": str(capability)}
     programs.run(COMPILE, ["headrace-demo"], given).check_returncode()
     compiled = [path.read_text() for path in tmp_path.rglob("decode_kernel.json")]
     assert any(f'"arch": {capability}' in text for text in compiled)

@@ -26,6 +26,7 @@ from headrace_testing.adapter_scenes import ADAPTERS, GREEDY, LENGTH, AdapterSce
 from headrace_testing.adapters import ALL_MODULES, save_adapter, save_merged, write_config
 
 CheckpointMaker = Callable[[str], Path]
+LATENT_MODULES = ("q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "o_proj")
 
 
 @pytest.fixture(scope="session")
@@ -39,12 +40,14 @@ def llm(scene: AdapterScene) -> LLM:
     return scene.llm()
 
 
+@pytest.mark.proves("adapters", shapes=["qwen3"])
 def test_a_batch_with_and_without_adapters_gives_the_tokens_of_merged_weights(
     scene: AdapterScene, llm: LLM
 ) -> None:
     scene.run(llm, [None, "all", "some", "one"])
 
 
+@pytest.mark.proves("adapters", by="shape")
 @pytest.mark.parametrize("backend", ["reference", "cpu"])
 @pytest.mark.parametrize(
     ("shape", "modules"),
@@ -55,7 +58,10 @@ def test_a_batch_with_and_without_adapters_gives_the_tokens_of_merged_weights(
         ("qwen3-moe", ("q_proj", "k_proj", "v_proj", "o_proj")),
         ("gpt-oss", ("q_proj", "v_proj", "o_proj")),
         ("llama4", ALL_MODULES),
-        ("deepseek-v3", ("q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "o_proj")),
+        ("mimo-v2", ALL_MODULES),
+        ("deepseek-v3", LATENT_MODULES),
+        ("deepseek-v32", LATENT_MODULES),
+        ("glm-moe-dsa-shared", LATENT_MODULES),
     ],
 )
 def test_every_kind_of_native_decoder_takes_adapters(
@@ -70,6 +76,15 @@ def test_every_kind_of_native_decoder_takes_adapters(
     scene.run(scene.llm(attention_backend=backend), [None, "a"], count=2)
 
 
+@pytest.mark.refuses("adapters", shapes=["longcat-flash"])
+def test_adapters_of_layers_that_are_numbered_in_pairs_are_refused(
+    checkpoint: CheckpointMaker,
+) -> None:
+    with pytest.raises(ConfigError, match="enable_lora .*LongcatFlashForCausalLM"):
+        LLM(str(checkpoint("longcat-flash")), enable_lora=True, skip_tokenizer_init=True)
+
+
+@pytest.mark.proves("adapters", by="shape")
 @pytest.mark.parametrize("backend", ["reference", "cpu"])
 @pytest.mark.parametrize("shape", ["qwen2-moe", "mixtral", "glm4-moe"])
 def test_adapters_change_the_experts_of_mixtures(

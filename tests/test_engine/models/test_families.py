@@ -4,6 +4,7 @@ unsupported values are refused by name.
 
 import json
 from dataclasses import replace
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from headrace_engine.checkpoints.checkpoint import load_checkpoint
 from headrace_engine.checkpoints.config import ARCHITECTURES, ModelConfig, RopeConfig
 from headrace_engine.checkpoints.rope import QueryScaling
 from headrace_engine.core.errors import ConfigError
+from headrace_engine.models.decoder.decoder_tensors import expected_tensors
 
 SIZES: dict[str, Any] = {
     "hidden_size": 64,
@@ -30,6 +32,7 @@ STAND_INS = {"MiMoForCausalLM": "Qwen2ForCausalLM"}
 NEEDED: dict[str, dict[str, Any]] = {
     "DeepseekV2ForCausalLM": {"num_experts_per_tok": 2},
     "Dots1ForCausalLM": {"n_routed_experts": 8, "num_experts_per_tok": 2},
+    "LongcatFlashForCausalLM": {"num_layers": 4, "ffn_hidden_size": 96},
     "Exaone4ForCausalLM": {"layer_types": ["sliding_attention", "full_attention"] * 4},
     "Ministral3ForCausalLM": {
         "rope_parameters": {
@@ -97,7 +100,24 @@ def test_absent_fields_are_as_in_transformers(name: str, tmp_path: Path) -> None
         ("Glm4MoeForCausalLM", {"n_group": 3}, "n_group must be a divisor of the number of .* 128"),
         ("Glm4MoeForCausalLM", {"n_group": 32, "topk_group": 1}, "topk_group must be at most"),
         ("OlmoeForCausalLM", {"clip_qkv": 8.0}, "clip_qkv must be one of None"),
-        ("GlmMoeDsaForCausalLM", {"index_topk_freq": 4}, "indexer_types must be full for all"),
+        ("MiMoV2FlashForCausalLM", {"hybrid_layer_pattern": [1]}, "hybrid_layer_pattern must be a"),
+        ("MiMoV2FlashForCausalLM", {"v_head_dim": 193}, "v_head_dim must be at most head_dim"),
+        (
+            "MiMoV2FlashForCausalLM",
+            {"add_full_attention_sink_bias": True},
+            "add_full_attention_sink_bias must be one of False",
+        ),
+        (
+            "MiMoV2FlashForCausalLM",
+            {"swa_num_key_value_heads": 3},
+            "swa_num_key_value_heads must be a divisor",
+        ),
+        ("DeepseekV32ForCausalLM", {"index_topk_freq": 4}, "indexer_types must be full for all"),
+        ("GlmMoeDsaForCausalLM", {"index_topk_pattern": "FS"}, "indexer_types must be a list of 8"),
+        ("GlmMoeDsaForCausalLM", {"index_topk_pattern": "SFFFFFFF"}, "begin with full"),
+        ("LongcatFlashForCausalLM", {"num_layers": None}, "num_layers must be a whole number"),
+        ("LongcatFlashForCausalLM", {"zero_expert_type": "copy"}, "zero_expert_type must be one"),
+        ("LongcatFlashForCausalLM", {"qk_head_dim": 7}, "qk_head_dim must be one of 192"),
         ("DeepseekV32ForCausalLM", {"q_lora_rank": None}, "q_lora_rank must be a whole number"),
         (
             "DeepseekV32ForCausalLM",
@@ -117,6 +137,58 @@ def test_unsupported_config_fields_are_named(
 ) -> None:
     with pytest.raises(ConfigError, match=rf"config\.json: .*{message}"):
         read(tmp_path, name, {**SIZES, **NEEDED.get(name, {}), **fields})
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"index_topk_freq": 3},
+        {"index_topk_freq": 3, "index_skip_topk_offset": 4},
+        {"index_topk_pattern": "FFSFSSFS"},
+        {"indexer_types": ["full", "full", "shared", "full", *["shared"] * 4]},
+    ],
+)
+def test_layers_without_an_indexer_are_those_of_transformers(
+    fields: dict[str, Any], tmp_path: Path
+) -> None:
+    config = read(tmp_path, "GlmMoeDsaForCausalLM", {**SIZES, **fields})
+    made: Any = transformers.GlmMoeDsaConfig(**SIZES, **fields)
+    found = [config.index_of(layer) is None for layer in range(8)]
+    assert found == [kind == "shared" for kind in made.indexer_types] and any(found)
+
+
+def test_the_published_fields_of_mimo_v2_are_read(tmp_path: Path) -> None:
+    """They are not those of transformers' config class."""
+    given = {
+        **SIZES,
+        "add_full_attention_sink_bias": False,
+        "add_swa_attention_sink_bias": True,
+        "hybrid_layer_pattern": [0, 1, 1, 0, 1, 1, 0, 1],
+        "layernorm_epsilon": 1e-5,
+        "moe_layer_freq": [0, 1, 1, 1, 1, 1, 1, 1],
+        "n_shared_experts": None,
+        "partial_rotary_factor": 0.334,
+        "rope_theta": 5e6,
+        "routed_scaling_factor": None,
+        "sliding_window": 128,
+        "sliding_window_size": 128,
+        "swa_num_key_value_heads": 4,
+        "swa_rope_theta": 10000,
+    }
+    kinds = ["sliding_attention" if each else "full_attention" for each in [0, 1, 1, 0, 1, 1, 0, 1]]
+    config = read(tmp_path, "MiMoV2FlashForCausalLM", given)
+    usual = read(tmp_path, "MiMoV2FlashForCausalLM", {**SIZES, "layer_types": kinds})
+    assert without_parameters(config) == without_parameters(usual)
+    assert [config.kv_heads(layer) for layer in range(4)] == [2, 4, 4, 2]
+    assert [config.has_sinks(layer) for layer in range(4)] == [False, True, True, False]
+
+
+def test_mimo_v2_flash_has_its_published_size(tmp_path: Path) -> None:
+    given = {"hidden_size": 4096, "intermediate_size": 16384, "num_hidden_layers": 48}
+    config = read(tmp_path, "MiMoV2FlashForCausalLM", {**given, "vocab_size": 152576})
+    counted = sum(prod(shape) for shape in expected_tensors(config).values())
+    assert abs(counted / 309e9 - 1) < 0.01
+    assert sum(map(config.cached_elements, range(48))) == (9 * 4 + 39 * 8) * 2 * 192
 
 
 def test_the_fields_of_published_llama_4_checkpoints_are_read(tmp_path: Path) -> None:

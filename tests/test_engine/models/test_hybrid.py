@@ -8,6 +8,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from math import prod
 from pathlib import Path
+from shutil import copytree
 from statistics import median
 from typing import Any
 
@@ -24,13 +25,16 @@ from headrace_engine.core.speculative_config import SpeculativeConfig
 from headrace_engine.engine.engine import Engine
 from headrace_engine.model_loader.describe_model import describe
 from headrace_engine.model_runner.model_runner import ModelRunner
+from headrace_engine.models.hybrid.decoder import HybridDecoder
 from headrace_engine.models.hybrid.family import Parts
 from headrace_engine.models.hybrid.hybrid import read_family
 from headrace_engine.models.hybrid.kimi_linear import KimiLinear
 from headrace_engine.models.hybrid.tensors import ExpectedTensors
 from headrace_engine.operators.base import TorchOps
 from headrace_testing.checkpoints import HYBRID, GreedyPath, Reference, save_checkpoint
+from headrace_testing.draft_heads import change_config
 from headrace_testing.engines import engine_config, greedy, make_runner, request, run
+from headrace_testing.quantized import awq
 
 LENGTH = 8
 NGRAM = SpeculativeConfig(
@@ -69,6 +73,7 @@ def serve(runner: ModelRunner, paths: list[GreedyPath], **options: Any) -> Engin
     return engine
 
 
+@pytest.mark.proves("tokens")
 @pytest.mark.parametrize("chunk", [1, 3, 16, 64, 512])
 def test_greedy_tokens_equal_transformers(
     chunk: int, runner: ModelRunner, paths: list[GreedyPath]
@@ -284,15 +289,30 @@ def test_stacked_experts_give_the_same_tokens(
         {"swap_space": 0.1},
         {"deterministic": True},
         {"quantization": "int8"},
-        {"enable_lora": True},
-        {"tensor_parallel_size": 2},
+        pytest.param({"enable_lora": True}, marks=pytest.mark.refuses("adapters")),
+        pytest.param({"tensor_parallel_size": 2}, marks=pytest.mark.refuses("ranks")),
     ],
 )
 def test_what_is_not_supported_is_refused(
-    options: dict[str, Any], checkpoint: CheckpointMaker
+    options: dict[str, Any], name: str, checkpoint: CheckpointMaker
 ) -> None:
     with pytest.raises(ConfigError, match=next(iter(options))):
-        make_runner(checkpoint("lfm2"), attention_backend="cpu", threads=1, **options)
+        make_runner(checkpoint(name), attention_backend="cpu", threads=1, **options)
+
+
+@pytest.mark.refuses("native call")
+def test_a_step_is_many_native_calls(name: str, runner: ModelRunner) -> None:
+    assert isinstance(runner.model, HybridDecoder)
+
+
+@pytest.mark.refuses("quantised")
+def test_quantised_checkpoints_are_refused(
+    name: str, checkpoint: CheckpointMaker, tmp_path: Path
+) -> None:
+    folder = copytree(checkpoint(name), tmp_path / "quantised")
+    change_config(folder, quantization_config=awq().config)
+    with pytest.raises(ConfigError, match="do not support a quantised checkpoint"):
+        make_runner(folder, attention_backend="cpu", threads=1)
 
 
 def test_the_published_fields_of_kimi_linear_are_read(checkpoint: CheckpointMaker) -> None:

@@ -88,6 +88,35 @@ DEEPSEEK_V32: dict[str, Any] = {
     "index_n_heads": 64,
     "index_topk": 2048,
 }
+LONGCAT_FLASH: dict[str, Any] = {
+    "architectures": ["LongcatFlashForCausalLM"],
+    "auto_map": {"AutoConfig": "configuration_longcat_flash.LongcatFlashConfig"},
+    "model_type": "longcat_flash",
+    "attention_bias": False,
+    "attention_method": "MLA",
+    "expert_ffn_hidden_size": 2048,
+    "ffn_hidden_size": 12288,
+    "hidden_size": 6144,
+    "kv_lora_rank": 512,
+    "max_position_embeddings": 131072,
+    "mla_scale_kv_lora": True,
+    "mla_scale_q_lora": True,
+    "moe_topk": 12,
+    "n_routed_experts": 512,
+    "num_attention_heads": 64,
+    "num_layers": 28,
+    "q_lora_rank": 1536,
+    "qk_nope_head_dim": 128,
+    "qk_rope_head_dim": 64,
+    "rms_norm_eps": 1e-05,
+    "rope_theta": 10000000.0,
+    "routed_scaling_factor": 6.0,
+    "torch_dtype": "bfloat16",
+    "v_head_dim": 128,
+    "vocab_size": 131072,
+    "zero_expert_num": 256,
+    "zero_expert_type": "identity",
+}
 
 
 @pytest.mark.parametrize(
@@ -96,6 +125,7 @@ DEEPSEEK_V32: dict[str, Any] = {
         (DEEPSEEK_V3, 61 * (512 + 64) * 2, 671e9),
         (KIMI_K2, 61 * (512 + 64) * 2, 1027e9),
         (DEEPSEEK_V32, 61 * (512 + 64 + 128) * 2, 672e9),
+        (LONGCAT_FLASH, 2 * 28 * (512 + 64) * 2, 560e9),
     ],
 )
 def test_a_token_takes_the_bytes_of_its_latents(

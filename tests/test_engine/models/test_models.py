@@ -7,6 +7,7 @@ Left out: devices other than the CPU, and weights of real checkpoints.
 
 from collections.abc import Callable
 from pathlib import Path
+from shutil import copytree
 from typing import Any
 
 import pytest
@@ -16,6 +17,8 @@ from headrace_common.sampling.params import SamplingParams
 from headrace_engine.core.errors import ConfigError, ContextTooLong
 from headrace_engine.core.speculative_config import SpeculativeConfig
 from headrace_engine.engine.engine import Engine
+from headrace_engine.models.decoder.decoder import Decoder
+from headrace_engine.models.decoder.fused import FusedDecoder
 from headrace_engine.models.transformers.transformers_model import TransformersModel
 from headrace_testing.checkpoints import (
     HYBRID,
@@ -25,6 +28,7 @@ from headrace_testing.checkpoints import (
     Reference,
     save_checkpoint,
 )
+from headrace_testing.draft_heads import change_config
 from headrace_testing.engines import (
     Output,
     cpu_backends,
@@ -76,6 +80,7 @@ NATIVE = [
     "solar-open",
     "dots1",
     "minimax-m2",
+    "mimo-v2",
     "olmoe",
     "ernie4_5-moe",
     "deepseek-v2",
@@ -84,20 +89,38 @@ NATIVE = [
     "kimi-k25-multimodal",
     "deepseek-v32",
     "glm-moe-dsa",
+    "glm-moe-dsa-shared",
+    "longcat-flash",
     "glm4-moe-lite",
     "hunyuan",
     "hunyuan-moe",
 ]
 FOREIGN = ["gpt_neox", "gpt2"]
+# Without a native call for a whole step.
+LAYERED = [
+    "mimo-v2",
+    "deepseek-v2",
+    "deepseek-v2-lite",
+    "deepseek-v3",
+    "kimi-k25-multimodal",
+    "deepseek-v32",
+    "glm-moe-dsa",
+    "glm-moe-dsa-shared",
+    "longcat-flash",
+    "glm4-moe-lite",
+    "hunyuan",
+    "hunyuan-moe",
+]
 MANY = ("llama", "mistral", "gemma2", "gpt_neox")
 # Small variants of other architectures.
 FEW = (
     "smollm3", "olmo2", "olmo3", "granite", "ministral3", "mistral3-multimodal", "glm",
     "glm4", "exaone4", "ernie4_5", "seed_oss", "solar-open", "olmoe",
     "deepseek-v2-lite", "glm-moe-dsa", "glm4-moe-lite", "hunyuan", "hunyuan-moe", "llama4-two",
-    "llama4-multimodal", "kimi-k25-multimodal",
+    "llama4-multimodal", "kimi-k25-multimodal", "glm-moe-dsa-shared",
 )  # fmt: skip
 
+native_kernels = pytest.mark.skipif("cpu" not in cpu_backends(), reason="no native kernels")
 CheckpointMaker = Callable[[str], Path]
 ReferenceMaker = Callable[[str], Reference]
 
@@ -123,6 +146,7 @@ def check(engine: Engine, paths: list[GreedyPath]) -> None:
         assert tuple(outputs[str(index), 0].token_ids) == path.output, f"prompt {index}"
 
 
+@pytest.mark.proves("tokens")
 @pytest.mark.parametrize("name", NATIVE + FOREIGN)
 def test_greedy_tokens_equal_transformers(
     name: str, backend: str, checkpoint: CheckpointMaker, reference: ReferenceMaker
@@ -137,6 +161,31 @@ def test_greedy_tokens_equal_transformers(
             attention_backend=backend,
             max_num_batched_tokens=chunk,
         )
+
+
+@pytest.mark.proves("tokens", architectures=["MiMoForCausalLM"])
+def test_mimo_has_the_decoder_of_qwen2(
+    backend: str, checkpoint: CheckpointMaker, reference: ReferenceMaker, tmp_path: Path
+) -> None:
+    folder = copytree(checkpoint("qwen2"), tmp_path / "mimo")
+    change_config(folder, architectures=["MiMoForCausalLM"], model_type="mimo")
+    serve(folder, reference("qwen2").clear_paths(4, LENGTH), attention_backend=backend)
+
+
+@native_kernels
+@pytest.mark.proves("native call")
+@pytest.mark.parametrize("name", [name for name in NATIVE if name not in LAYERED])
+def test_a_step_is_one_native_call(name: str, checkpoint: CheckpointMaker) -> None:
+    runner = make_runner(checkpoint(name), attention_backend="cpu")
+    assert isinstance(runner.model, FusedDecoder)
+
+
+@native_kernels
+@pytest.mark.refuses("native call")
+@pytest.mark.parametrize("name", LAYERED)
+def test_other_decoders_are_computed_layer_by_layer(name: str, checkpoint: CheckpointMaker) -> None:
+    runner = make_runner(checkpoint(name), attention_backend="cpu")
+    assert isinstance(runner.model, Decoder)
 
 
 @pytest.mark.parametrize("name", NATIVE)
@@ -164,8 +213,11 @@ def test_float32_logits_equal_transformers(
         "mixtral",
         "gpt-oss",
         "glm4-moe",
+        "mimo-v2",
+        "longcat-flash",
         "deepseek-v3",
         "deepseek-v32",
+        "glm-moe-dsa-shared",
     ],
 )
 def test_preempted_sequences_continue_with_the_same_tokens(
@@ -182,6 +234,24 @@ def test_preempted_sequences_continue_with_the_same_tokens(
     assert engine.stats().preemptions > 0
 
 
+@pytest.mark.parametrize("name", ["deepseek-v32", "glm-moe-dsa-shared", "mimo-v2"])
+def test_swapped_sequences_continue_with_the_same_tokens(
+    name: str, backend: str, checkpoint: CheckpointMaker, reference: ReferenceMaker
+) -> None:
+    engine = serve(
+        checkpoint(name),
+        reference(name).clear_paths(8, LENGTH),
+        attention_backend=backend,
+        num_blocks=24,
+        max_num_batched_tokens=32,
+        watermark=0.0,
+        swap_space=0.01,
+        enable_prefix_caching=False,
+    )
+    stats = engine.stats()
+    assert stats.swap_in_bytes == stats.swap_out_bytes > 0
+
+
 @pytest.mark.parametrize(
     "name",
     [
@@ -191,9 +261,12 @@ def test_preempted_sequences_continue_with_the_same_tokens(
         "qwen3-moe",
         "gpt-oss",
         "minimax-m2",
+        "mimo-v2",
         "deepseek-v2",
         "llama4",
         "deepseek-v32",
+        "glm-moe-dsa-shared",
+        "longcat-flash",
     ],
 )
 def test_prefix_hits_change_no_token(
@@ -209,7 +282,18 @@ def test_prefix_hits_change_no_token(
     assert engine.stats().prefix_hit_tokens >= 5 * 28
 
 
-@pytest.mark.parametrize("name", ["llama", "gpt_neox", "glm4-moe-lite", "llama4", "glm-moe-dsa"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "llama",
+        "gpt_neox",
+        "glm4-moe-lite",
+        "llama4",
+        "mimo-v2",
+        "glm-moe-dsa-shared",
+        "longcat-flash",
+    ],
+)
 def test_forked_choices_share_blocks_and_give_the_same_tokens(
     name: str, backend: str, checkpoint: CheckpointMaker, reference: ReferenceMaker
 ) -> None:
@@ -221,8 +305,10 @@ def test_forked_choices_share_blocks_and_give_the_same_tokens(
     assert [tuple(outputs["fork", choice].token_ids) for choice in range(4)] == [path.output] * 4
 
 
-@pytest.mark.parametrize("name", ["deepseek-v32", "glm-moe-dsa"])
-def test_drafts_from_ngrams_change_no_token_of_models_with_an_indexer(
+@pytest.mark.parametrize(
+    "name", ["mimo-v2", "longcat-flash", "deepseek-v32", "glm-moe-dsa", "glm-moe-dsa-shared"]
+)
+def test_drafts_from_ngrams_change_no_token(
     name: str, backend: str, checkpoint: CheckpointMaker, reference: ReferenceMaker
 ) -> None:
     ngram = SpeculativeConfig(
@@ -271,6 +357,7 @@ def test_sampled_tokens_depend_on_seed_and_choice_only(
         "granite",
         "mixtral",
         "gpt-oss",
+        "mimo-v2",
         "deepseek-v3",
     ],
 )
@@ -393,7 +480,7 @@ def test_a_field_that_native_does_not_support_is_left_to_transformers(tmp_path: 
                 "moe_intermediate_size": 16,
                 "pad_token_id": 0,
             },
-            "needs s_aux; serve gpt-oss .* or GLM-4.5",
+            "needs s_aux",
         ),
         (
             "DeepseekV32Config",

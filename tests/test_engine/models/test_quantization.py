@@ -68,18 +68,35 @@ def check(packed: Path, whole: Path, **options: Any) -> Engine:
     return engine
 
 
+@pytest.mark.proves("quantised", shapes=["llama"])
 @pytest.mark.parametrize("form", FORMATS)
 def test_products_use_the_stored_numbers(form: str, tmp_path: Path) -> None:
     check(*save_quantized(tmp_path, "llama", FORMATS[form]))
 
 
-@pytest.mark.parametrize("name", ["phi3", "mixtral", "gemma3", "qwen2", "glm4-moe", "deepseek-v3"])
+@pytest.mark.proves("quantised")
+@pytest.mark.parametrize(
+    "name",
+    [
+        "phi3",
+        "mixtral",
+        "gemma3",
+        "qwen2",
+        "glm4-moe",
+        "mimo-v2",
+        "deepseek-v3",
+        "glm-moe-dsa-shared",
+        "longcat-flash",
+    ],
+)
 def test_every_layout_of_matrices_can_be_quantised(name: str, tmp_path: Path) -> None:
     """One matrix for QKV, experts, more norms, and biases beside packed weights."""
     form = awq(16) if name != "qwen2" else Format(gptq().config, gptq().round, without_bias)
     check(*save_quantized(tmp_path, name, form))
 
 
+@pytest.mark.proves("tokens", architectures=["KimiK25ForConditionalGeneration"])
+@pytest.mark.proves("quantised", architectures=["KimiK25ForConditionalGeneration"])
 def test_kimi_k25_as_it_is_published(tmp_path: Path) -> None:
     """Experts have 4 bits, which the decoder's part of config.json says; the names are not those of
     transformers."""
@@ -114,6 +131,7 @@ def test_4_bits_stay_4_bits(tmp_path: Path) -> None:
     assert layer._values.dtype is torch.uint8 and layer._values.numel() == 64 * 64 // 2
 
 
+@pytest.mark.proves("quantised", shapes=["qwen3"])
 @pytest.mark.parametrize("block", [(16, 16), (40, 24), None])
 def test_fp8_becomes_floats(block: tuple[int, int] | None, tmp_path: Path) -> None:
     check(*save_fp8(tmp_path, "qwen3", block))
@@ -124,6 +142,7 @@ def test_fp8_of_compressed_tensors(block: tuple[int, int] | None, tmp_path: Path
     check(*save_fp8(tmp_path, "llama", block, compressed_tensors=True))
 
 
+@pytest.mark.proves("quantised", shapes=["gpt-oss"])
 @pytest.mark.parametrize("backend", cpu_backends())
 def test_mxfp4_is_computed_as_it_is_stored(backend: str, tmp_path: Path) -> None:
     check(*save_mxfp4(tmp_path), attention_backend=backend)
@@ -148,6 +167,7 @@ def best(folder: Path, runner: ModelRunner) -> dict[int, float]:
 
 
 @native_kernels
+@pytest.mark.proves("quantised")
 @pytest.mark.parametrize(
     ("name", "form"),
     [

@@ -4,6 +4,7 @@ Tests set the time. Not covered: the KV blocks under each policy (test_scheduler
 """
 
 import random
+from collections import Counter
 from collections.abc import Callable
 from collections.abc import Sequence as Ordered
 from math import inf
@@ -265,6 +266,18 @@ def test_backlogged_tenants_get_their_shares_within_the_bound(weights: dict[str,
             shares[tenant] += tokens / weights.get(tenant, 1.0)
         assert max(shares.values()) - min(shares.values()) <= bound
     assert min(shares.values()) > 2 * bound, "too short to tell"
+
+
+def test_a_tenant_without_a_configured_weight_has_that_of_its_requests() -> None:
+    policy = Fair({"named": 2.0})
+    requests = [
+        make_request(f"{tenant}{n}", [1] * 5, params=params(1), tenant=tenant, tenant_weight=weight)
+        for tenant, weight in (("named", 4.0), ("heavy", 4.0), ("light", 1.0))
+        for n in range(40)
+    ]
+    started = Counter(name.rstrip("0123456789") for name in served(policy, *requests)[:35])
+    assert started["named"] == pytest.approx(10, abs=1)
+    assert started["heavy"] == pytest.approx(20, abs=1)
 
 
 def test_a_flood_does_not_make_another_tenant_wait() -> None:

@@ -9,6 +9,7 @@ import pytest
 
 from headrace_common.errors import BackendUnavailable
 from headrace_common.protocol.base import EngineQueue, Outcome
+from headrace_common.protocol.ledger import AttemptUsage
 from headrace_common.wire.messages import Tokens
 from headrace_engine.serving import reply_writer
 from headrace_engine.serving.reply_writer import ReplyWriter
@@ -49,12 +50,16 @@ async def test_an_outcome_is_stored_after_the_replies_before_it(
     writer: ReplyWriter, queue: AsyncMock
 ) -> None:
     outcome = Outcome(cached_tokens=3)
-    writer.end("r", 1, outcome)
+    usage = AttemptUsage(engine_ms=5)
+    writer.end("r", 1, outcome, usage)
     writer.put("a", token(0))
 
     await writer.flush()
 
-    assert queue.mock_calls == [call.publish({"a": [token(0)]}), call.finish("r", 1, outcome)]
+    assert queue.mock_calls == [
+        call.publish({"a": [token(0)]}),
+        call.finish("r", 1, outcome, usage),
+    ]
 
 
 async def test_nothing_is_lost_while_redis_is_unreachable(
@@ -64,12 +69,12 @@ async def test_nothing_is_lost_while_redis_is_unreachable(
     queue.publish.side_effect = [away, away, None]
     queue.finish.side_effect = [away, True]
     writer.put("a", token(0))
-    writer.end("r", 1, Outcome())
+    writer.end("r", 1, Outcome(), AttemptUsage())
 
     await writer.flush()
 
     assert queue.mock_calls == 3 * [call.publish({"a": [token(0)]})] + 2 * [
-        call.finish("r", 1, Outcome())
+        call.finish("r", 1, Outcome(), AttemptUsage())
     ]
 
 

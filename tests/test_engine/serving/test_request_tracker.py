@@ -10,6 +10,7 @@ import pytest
 
 from headrace_common.errors import BackendUnavailable, FailureCode
 from headrace_common.protocol.base import Beat, EngineQueue, Lease, Verdict
+from headrace_common.protocol.ledger import AttemptUsage
 from headrace_common.sampling.params import SamplingParams
 from headrace_common.structured.structured import StructuredOutputsParams
 from headrace_common.wire.messages import (
@@ -59,6 +60,7 @@ class Rig:
             on_room=lambda: None,
             on_error=self.errors.append,
             resume_timeout=resume_timeout,
+            kv_bytes_per_token=1e9,
         )
 
     @property
@@ -134,6 +136,15 @@ async def test_the_queue_knows_that_a_request_runs_before_it_runs(rig: Rig) -> N
     ((progress,), _) = rig.queue.beat.await_args.args
     assert progress.executing
     assert len(rig.runs) == 1 and rig.tracker.busy.is_set()
+
+
+async def test_a_run_has_its_tenant_and_its_weight(rig: Rig) -> None:
+    request = replace(make_request(request_id="a"), tenant="team", tenant_weight=2.5)
+
+    await rig.begin(lease("a", request=request))
+
+    (run,) = rig.runs
+    assert (run.tenant, run.tenant_weight) == ("team", 2.5)
 
 
 async def test_without_redis_a_request_runs_and_the_next_beat_reports_it(rig: Rig) -> None:
@@ -339,3 +350,24 @@ async def test_requests_are_given_back_after_their_replies_are_written(rig: Rig)
     rig.writer.flush.assert_awaited_once()
     rig.queue.give_back.assert_awaited_once_with(["a", "b"])
     assert not rig.tracker.requests and rig.loop.abort.call_count == 2
+
+
+async def test_an_end_is_stored_with_what_the_attempt_used(rig: Rig) -> None:
+    await rig.begin(lease("a"))
+    (run,) = rig.runs
+    rig.tracker.on_output(token(run, 0, None)._replace(cached_tokens=2))
+
+    started = rig.tracker.by_engine_key[run.request_id].read_usage()
+    rig.tracker.on_output(token(run, 1, FinishReason.STOP))
+
+    _, _, outcome, usage = rig.writer.end.mock_calls[0].args
+    assert outcome.cached_tokens == usage.cached_tokens == 2
+    assert usage.engine_ms >= started.engine_ms and usage.kv_byte_seconds > 0
+
+
+async def test_a_request_that_was_never_run_has_used_nothing(rig: Rig) -> None:
+    await rig.begin(lease("a", recovered=True))
+    await rig.cancel("a")
+
+    _, _, _, usage = rig.writer.end.mock_calls[0].args
+    assert usage == AttemptUsage()

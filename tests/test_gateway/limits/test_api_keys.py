@@ -31,7 +31,7 @@ pytestmark = pytest.mark.asyncio(loop_scope="session")
 @pytest.fixture(scope="module")
 def book(tmp_path_factory: pytest.TempPathFactory) -> KeyBook:
     book = KeyBook(tmp_path_factory.mktemp("keys") / "keys.yaml")
-    book.add("alice", tenant="a")
+    book.add("alice", tenant="a", tenant_weight=2.5)
     book.add("bob", tenant="b", models=(MODEL,))
     book.add("carol", tenant="c", models=("another",), priority_ceiling=-3)
     book.add("batch", tenant="b", priority_ceiling=7)
@@ -285,13 +285,14 @@ async def test_health_shows_no_names_without_a_key(gateway: Gateway) -> None:
         assert MODEL not in answer.text
 
 
-async def test_a_request_carries_its_tenant(gateway: Gateway, book: KeyBook) -> None:
+async def test_a_request_carries_its_tenant_and_its_weight(gateway: Gateway, book: KeyBook) -> None:
     for name in ("alice", "bob"):
         await gateway.http.post(
             "/v1/completions", json={"prompt": "Hi"}, headers=book.headers(name)
         )
 
-    assert [request.tenant for request in gateway.engine.submitted] == ["a", "b"]
+    carried = [(request.tenant, request.tenant_weight) for request in gateway.engine.submitted]
+    assert carried == [("a", 2.5), ("b", 1.0)]
 
 
 async def test_prefix_caches_are_separated_by_tenant_and_by_salt(

@@ -236,6 +236,31 @@ async def test_every_choice_and_prompt_counts(limited: Limited, stream: bool) ->
     assert after.headers["x-ratelimit-remaining-tokens"] == str(10_000 - 30 - 6 * 4 - 2)
 
 
+async def test_a_days_output_is_refused_until_midnight_utc(limited: Limited) -> None:
+    key = limited.key(output_tokens_per_day=12)
+    used = 0
+    for _ in range(2):
+        answer = await limited.ask(key)
+        used += answer.json()["usage"]["completion_tokens"]
+        await limited.settled()
+    refused = await limited.ask(key)
+
+    assert (refused.status_code, used) == (429, 10)
+    assert refused.json()["error"]["type"] == "output_tokens_per_day"
+    assert "Limit 12, Used 10, Requested 5" in refused.json()["error"]["message"]
+    left = 86_400 - limited.now[0] % 86_400
+    assert int(refused.headers["retry-after"]) == pytest.approx(left, abs=1)
+    limited.now[0] += float(refused.headers["retry-after"])
+    assert (await limited.ask(key)).status_code == 200
+
+
+async def test_a_days_prompts_are_counted(limited: Limited) -> None:
+    key = limited.key(prompt_tokens_per_day=25)
+    statuses = [(await limited.ask(key)).status_code for _ in range(3)]
+
+    assert statuses == [200, 200, 429]
+
+
 async def test_an_answer_without_a_bound_reserves_little(limited: Limited) -> None:
     key = limited.key(tokens_per_minute=1000)
     headers = limited.book.headers(key)

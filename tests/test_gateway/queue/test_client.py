@@ -183,7 +183,7 @@ async def test_a_stopped_choice_ends_alone(
     generation = await client.submit(make_request(n=2, max_tokens=60))
     while (await anext(generation)).choice != 0:
         pass
-    await generation.stop_choice(0)
+    await generation.stop_choice(0, 1)
     deltas = await collect(generation)
     assert deltas[-1].choice == 1 and deltas[-1].finish_reason == "length"
 
@@ -510,3 +510,85 @@ async def test_a_corrupt_queue_fails_only_its_own_requests(
         if lease.request.request_id == other.request_id:
             await engine.publish({lease.gateway_id: [tokens(lease, 0, 1, end="stop")]})
     assert [delta.token_ids for delta in await collect(other)] == [(1,)]
+
+
+async def given(memory: InMemory) -> list[int]:
+    """The output tokens of all requests in the ledger."""
+    entries = await memory.ledger()
+    return [
+        sum(entry.output_tokens for entry in entries if entry.request_id == rid)
+        for rid in dict.fromkeys(entry.request_id for entry in entries)
+    ]
+
+
+async def test_a_client_that_leaves_pays_for_the_tokens_that_had_come(
+    memory: InMemory, client: GenerationClient
+) -> None:
+    engine = memory.engine()
+    generation = await client.submit(make_request(n=2))
+    lease = await leased(engine)
+    other = tokens(lease, 0, 9)._replace(choice=1)
+    await engine.publish({lease.gateway_id: [tokens(lease, 0, 1, 2), other]})
+    await anext(generation)
+    await generation.cancel()
+    assert await given(memory) == [3]
+
+
+@pytest.mark.parametrize("ended", [False, True])
+async def test_tokens_after_a_stop_string_are_not_paid(
+    memory: InMemory, client: GenerationClient, ended: bool
+) -> None:
+    """Whether their engine has ended the request before it hears of the stop, or not."""
+    engine = memory.engine()
+    generation = await client.submit(make_request())
+    lease = await leased(engine)
+    end = "length" if ended else None
+    await engine.publish({lease.gateway_id: [tokens(lease, 0, 1, 2, 3, end=end)]})
+    await anext(generation)
+    await generation.stop_choice(0, 2)
+    states = (ChoiceState(token_ids=(1, 2, 3, 4), finish_reason="length"),)
+    await engine.finish(lease.request.request_id, 1, Outcome(choices=states))
+
+    async def corrected() -> bool:
+        return await given(memory) == [2]
+
+    await eventually(corrected)
+
+
+async def test_what_a_client_was_given_is_written_once_redis_is_back(
+    memory: InMemory, client: GenerationClient
+) -> None:
+    engine = memory.engine()
+    generation = await client.submit(make_request())
+    lease = await leased(engine)
+    await engine.publish({lease.gateway_id: [tokens(lease, 0, 1, 2, 3)]})
+    await anext(generation)
+    memory.store.available = False
+    await generation.cancel()
+    memory.store.available = True
+    states = (ChoiceState(token_ids=(1, 2, 3, 4), finish_reason="length"),)
+    await engine.finish(lease.request.request_id, 1, Outcome(choices=states))
+
+    async def corrected() -> bool:
+        return await given(memory) == [3]
+
+    await eventually(corrected)
+
+
+async def test_a_request_whose_end_redis_has_lost_is_paid_as_it_was_given(
+    memory: InMemory, client: GenerationClient
+) -> None:
+    engine = memory.engine()
+    generation = await client.submit(make_request())
+    lease = await leased(engine)
+    await engine.publish({lease.gateway_id: [tokens(lease, 0, 1, 2, end="stop")]})
+    await collect(generation)
+    takeover = Takeover(request_id=lease.request.request_id, attempt=1)
+    await engine.publish({lease.gateway_id: [takeover]})
+    abandoned = failed(lease.request.request_id, 1, FailureCode.ABANDONED)
+    await engine.finish(lease.request.request_id, 1, Outcome(failed=abandoned))
+
+    async def corrected() -> bool:
+        return await given(memory) == [2]
+
+    await eventually(corrected)

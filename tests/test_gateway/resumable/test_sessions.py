@@ -39,7 +39,7 @@ class SlowlyCancelled:
         yield Delta(choice=0, token_ids=(1,))
         await self._ended.wait()
 
-    async def stop_choice(self, choice: int) -> None: ...
+    async def stop_choice(self, choice: int, tokens: int) -> None: ...
 
     async def cancel(self) -> None:
         self._ended.set()

@@ -16,7 +16,12 @@ from headrace_operator.simulation.engine_profile import EngineProfile, load_prof
 from headrace_operator.simulation.errors import SimulationError
 from headrace_operator.simulation.result import Objectives, SimulationResult
 from headrace_operator.simulation.run import Setup, simulate
-from headrace_operator.simulation.scalers import FixedScaler, HeadraceScaler, HpaScaler
+from headrace_operator.simulation.scalers import (
+    FixedScaler,
+    HeadraceScaler,
+    HpaScaler,
+    KedaScaler,
+)
 from headrace_operator.simulation.workload import Diurnal, Trace, diurnal, read_csv
 
 PROFILE = EngineProfile(
@@ -170,6 +175,24 @@ def test_hpa_scales_down_after_five_minutes() -> None:
     assert counts[-1] == 1
 
 
+@pytest.mark.parametrize(
+    ("replicas", "waiting", "running", "wanted"),
+    [(4, 0, 40, 4), (4, 3, 40, 4), (4, 5, 40, 5), (4, 200, 40, 8), (1, 90, 10, 5), (0, 90, 0, 0)],
+)
+def test_keda_divides_waiting_and_running_requests_by_the_target(
+    replicas: int, waiting: int, running: int, wanted: int
+) -> None:
+    keda = KedaScaler("KEDA", target=10, lowest=1, highest=50)
+    seen = ScalingObservation(
+        at=0.0,
+        replicas=replicas,
+        ready=replicas,
+        queue=QueueSignals(waiting=waiting, pending=running),
+    )
+
+    assert keda.replicas(seen, 0.0) == wanted
+
+
 def test_the_synthetic_day_is_the_same_for_the_same_seed() -> None:
     load = Diurnal(seconds=7200, seed=3)
     one, two, other = diurnal(load), diurnal(load), diurnal(replace(load, seed=4))
@@ -273,7 +296,7 @@ def test_the_command_prints_a_table_and_writes_json_and_a_picture(
 
     assert not exited.value.code
     names = [each["name"] for each in json.loads(results.read_text())["results"]]
-    assert names == ["fixed peak", "fixed mean", "HPA", "Headrace"]
+    assert names == ["fixed peak", "fixed mean", "HPA", "KEDA", "Headrace"]
     assert picture.read_bytes().startswith(b"\x89PNG")
     printed = capsys.readouterr()
     assert "GPU-hours" in printed.out

@@ -25,6 +25,7 @@ from ...wire.messages import (
 from ..base import EngineStatus, QueueDepth
 from ..failures import failed
 from ..frames import encode_frame
+from ..ledger import LedgerBounds
 from ..requests import fingerprint, priority_class, token_cost
 from .client.client import Command
 from .client.connection import Connection
@@ -254,6 +255,10 @@ class QueueAdmin:
             await sealed(sealer, PayloadKind.PAYLOAD, binding, encode_request(request)),
             request.keep_ms,
             request.tenant,
+            f"{request.tenant_weight:g}",
+            request.key,
+            request.lora or "",
+            LedgerBounds().field,
         ]
         names += [shard.stats, shard.dead_letters, *shard.queues, *shard.fairness]
         return bool(await self._connection.run("replay", names, arguments, tries=TRIES))
@@ -289,8 +294,8 @@ class QueueAdmin:
         names = [shard.record(rid), shard.payload(rid), shard.journal(rid)]
         now_state, owner = await self._connection.run(
             "cancel",
-            [*names, shard.stats, *shard.queues, shard.placed, *shard.fairness],
-            [keys.ENDED_TTL_MS, rid],
+            [*names, shard.stats, *shard.queues, shard.ledger, shard.placed, *shard.fairness],
+            [keys.ENDED_TTL_MS, rid, ""],
             tries=TRIES,
         )
         if now_state != b"cancelled":

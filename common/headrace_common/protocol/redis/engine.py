@@ -29,7 +29,7 @@ from ...wire.messages import (
     pack_tokens,
 )
 from ..attempt_history import AttemptHistory
-from ..base import Beat, EngineStatus, Lease, Outcome, Progress, Verdict
+from ..base import Beat, EngineStatus, Lease, Outcome, Progress, TenantUse, Verdict
 from ..failures import ended_state, failed
 from ..frames import (
     decode_control,
@@ -39,6 +39,7 @@ from ..frames import (
     encode_outcome,
     is_of_operator,
 )
+from ..ledger import AttemptUsage
 from ..requests import check_shard
 from ..shards import SHARD_FIELDS, shard_note, shards_kept
 from ..status import encode_status
@@ -110,7 +111,7 @@ class RedisEngineQueue:
         found, endings, left = await self._connection.run(
             "take",
             [shard.stats, shard.dead_letters, shard.wakeups, *shard.queues, *prefixes]
-            + [shard.placed, *shard.fairness],
+            + [shard.ledger, shard.placed, *shard.fairness],
             [self.engine_id, count, room, PROTOCOL_VERSION, keys.ENDED_TTL_MS],
         )
         self._left = (int(left[0]) - 1, left[1].decode()) if left else None
@@ -125,7 +126,7 @@ class RedisEngineQueue:
         self._reaps += 1
         found, endings = await self._connection.run(
             "reap",
-            [shard.stats, shard.dead_letters, *shard.queues, *prefixes],
+            [shard.stats, shard.dead_letters, *shard.queues, *prefixes, shard.ledger],
             [
                 self.engine_id,
                 count,
@@ -154,7 +155,9 @@ class RedisEngineQueue:
                     extra={"request_id": rid, "error": str(error)},
                 )
                 refused = _refused(rid, int(item[1]), error)
-                await self._end(rid, int(item[1]), Outcome(failed=refused), "malformed")
+                await self._end(
+                    rid, int(item[1]), Outcome(failed=refused), "malformed", AttemptUsage()
+                )
                 replies.setdefault(gateway, []).append(refused)
         for rid, attempt, gateway, why in endings:
             message = failed(rid.decode(), int(attempt), FailureCode(why.decode()))
@@ -251,7 +254,7 @@ class RedisEngineQueue:
         args: list[Any] = [self.engine_id, keys.GRACE_MS]
         for item in progress:
             names += [self._keys.record(item.request_id), self._keys.journal(item.request_id)]
-            args += [item.attempt, int(item.executing), len(item.choices)]
+            args += [item.attempt, int(item.executing), item.usage.field, len(item.choices)]
             writer = f"{self.engine_id}/{item.attempt}"
             for number, choice in enumerate(item.choices):
                 index = item.journaled[number]
@@ -274,6 +277,21 @@ class RedisEngineQueue:
         if note := shard_note(shards, kept, now):
             await self._pipeline(("HSET", name, *note))
         return max(shards, kept)
+
+    async def tenant_use(self, apart: float) -> TenantUse | None:
+        found = await self._connection.run(
+            "tally", [self._keys.counters], [int(apart * 1000)], tries=1
+        )
+        if found is None:
+            return None
+        epoch, *pairs = [each.decode() for each in found] or [""]
+        return TenantUse(epoch, dict(zip(pairs[::2], map(int, pairs[1::2]), strict=True)))
+
+    async def add_tenant_use(self, uses: Mapping[int, TenantUse]) -> None:
+        args: list[Any] = []
+        for shard, use in uses.items():
+            args += [shard, use.epoch, len(use.tokens), *itertools.chain(*use.tokens.items())]
+        await self._connection.run("share", self._keys.fairness, args, tries=TRIES)
 
     async def _pipeline(self, *commands: Command) -> list[Any]:
         """Commands that may be repeated, in one round trip. Raises BackendUnavailable."""
@@ -406,10 +424,18 @@ class RedisEngineQueue:
         (found,) = await self._pipeline(("EXISTS", beat))
         return bool(found)
 
-    async def finish(self, request_id: str, attempt: int, outcome: Outcome) -> bool:
-        return await self._end(request_id, attempt, outcome, "")
+    async def finish(
+        self,
+        request_id: str,
+        attempt: int,
+        outcome: Outcome,
+        usage: AttemptUsage | None = None,
+    ) -> bool:
+        return await self._end(request_id, attempt, outcome, "", usage or AttemptUsage())
 
-    async def _end(self, rid: str, attempt: int, outcome: Outcome, dead_letter: str) -> bool:
+    async def _end(
+        self, rid: str, attempt: int, outcome: Outcome, dead_letter: str, usage: AttemptUsage
+    ) -> bool:
         """Runs FINISH. `dead_letter` is the reason to keep a dead letter; empty: keep none."""
         shard = self._keys
         names = [shard.record(rid), shard.payload(rid), shard.journal(rid)]
@@ -424,15 +450,10 @@ class RedisEngineQueue:
             keys.ENDED_TTL_MS,
             dead_letter,
             sum(len(choice.token_ids) for choice in outcome.choices),
+            usage.field,
         ]
-        return bool(
-            await self._connection.run(
-                "finish",
-                [*names, shard.stats, shard.dead_letters, *shard.queues, *shard.fairness],
-                args,
-                tries=TRIES,
-            )
-        )
+        names += [shard.stats, shard.dead_letters, *shard.queues, shard.ledger, *shard.fairness]
+        return bool(await self._connection.run("finish", names, args, tries=TRIES))
 
     async def close(self) -> None:
         """Removes the engine from the list of engines and closes the connections."""

@@ -40,6 +40,7 @@ from ..base import (
 )
 from ..failures import UNDECIDED, failed
 from ..frames import decode_frame, decode_outcome, encode_control, encode_frame
+from ..ledger import LedgerBounds
 from ..requests import fingerprint, priority_class, queue_full, token_cost
 from ..shards import SHARD_FIELDS, shard_note, shards_kept
 from ..status import MAX_STATUS_BYTES, decode_status
@@ -64,7 +65,8 @@ class RedisGatewayQueue:
     engines take from.
 
     A gateway without a beat for `lease_ms` counts as gone. It reads frames of the engines of
-    `models`, and of the models for which it has had a request.
+    `models`, and of the models for which it has had a request. Its requests are entered in a ledger
+    with the bounds `ledger`.
     """
 
     def __init__(
@@ -75,12 +77,14 @@ class RedisGatewayQueue:
         shards: int | None = None,
         lease_ms: int = keys.GATEWAY_TTL_MS,
         models: Iterable[str] = (),
+        ledger: LedgerBounds | None = None,
     ) -> None:
         self.gateway_id = gateway_id
         self._connection = connection
         self._shards = shards
         self._known: dict[str, tuple[float, list[ShardKeys]]] = {}
         self._lease_ms = lease_ms
+        self._ledger = (ledger or LedgerBounds()).field
         self._sealer = connection.sealer
         self._sealing = SealingCheck(connection)
         self._models = dict.fromkeys(models, False)  # whether their engines know this gateway
@@ -198,6 +202,10 @@ class RedisGatewayQueue:
             manner,
             request.tenant,
             limits.max_tenant_requests,
+            f"{request.tenant_weight:g}",
+            request.key,
+            request.lora or "",
+            self._ledger,
             *where,
         ]
         names = [shard.record(rid), shard.payload(rid), shard.journal(rid), shard.stats]
@@ -370,7 +378,7 @@ class RedisGatewayQueue:
             # The model's engines may write this key, and have changed its type.
             logger.warning("control message not sent", extra={"error": str(written)})
 
-    async def cancel(self, request_id: str, model: str) -> None:
+    async def cancel(self, request_id: str, model: str, given: int | None = None) -> None:
         shard = _shard(request_id, model)
         names = [
             shard.record(request_id),
@@ -378,13 +386,19 @@ class RedisGatewayQueue:
             shard.journal(request_id),
             shard.stats,
             *shard.queues,
+            shard.ledger,
             shard.placed,
             *shard.fairness,
         ]
-        arguments = [keys.ENDED_TTL_MS, request_id]
+        arguments = [keys.ENDED_TTL_MS, request_id, "" if given is None else given]
         _, owner = await self._connection.run("cancel", names, arguments, tries=TRIES)
         if owner:
             await self._tell(owner.decode(), model, Cancel(request_id=request_id))
+
+    async def note_given(self, request_id: str, model: str, given: int) -> None:
+        shard = _shard(request_id, model)
+        names = [shard.record(request_id), shard.ledger]
+        await self._connection.run("given", names, [request_id, given], tries=TRIES)
 
     async def forget(self, request_ids: Sequence[str], model: str) -> None:
         records = [_shard(rid, model).record(rid) for rid in request_ids]

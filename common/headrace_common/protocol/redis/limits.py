@@ -4,7 +4,17 @@ from collections.abc import Sequence
 from typing import Any
 
 from ...wire import keys
-from ..limits import IDLE_MS, LEASE_MS, Bucket, RateLimit, Rates, Reservation, Settlement
+from ..limits import (
+    IDLE_MS,
+    LEASE_MS,
+    NO_TOKENS,
+    Bucket,
+    DayTokens,
+    RateLimit,
+    Rates,
+    Reservation,
+    Settlement,
+)
 from .client.client import Argument
 from .client.connection import Connection
 
@@ -17,19 +27,29 @@ class RedisKeyUsage:
     def __init__(self, connection: Connection) -> None:
         self._connection = connection
 
-    async def reserve(self, key_id: str, request_id: str, rates: Rates, tokens: int) -> Reservation:
+    async def reserve(
+        self,
+        key_id: str,
+        request_id: str,
+        rates: Rates,
+        tokens: int,
+        daily: DayTokens = NO_TOKENS,
+    ) -> Reservation:
         bounds = [rates.requests or 0, rates.tokens or 0, rates.concurrency or 0]
+        of_day = [rates.prompt_tokens_per_day or 0, rates.output_tokens_per_day or 0]
         arguments = [request_id, *bounds, tokens, LEASE_MS, IDLE_MS]
+        arguments += [*of_day, daily.prompt, daily.output]
         reply: list[Any] = await self._connection.run(
             "reserve", _keys(key_id), arguments, tries=TRIES
         )
-        refused, wait, used, requests, requests_reset, left, left_reset = reply
+        refused, wait, used, requests, requests_reset, left, left_reset, day = reply
         return Reservation(
             refused=RateLimit(refused.decode()) if refused else None,
             retry_after=wait / 1000,
             used=used,
             requests=Bucket(remaining=requests, reset=requests_reset / 1000),
             tokens=Bucket(remaining=left, reset=left_reset / 1000),
+            day=day,
         )
 
     async def settle(
@@ -43,6 +63,11 @@ class RedisKeyUsage:
             0 if settlement.counted else 1,
             settlement.duration_ms,
             IDLE_MS,
+            settlement.day if rates.daily else "",
+            settlement.used_daily.prompt,
+            settlement.reserved_daily.prompt,
+            settlement.used_daily.output,
+            settlement.reserved_daily.output,
         ]
         again = 0
 

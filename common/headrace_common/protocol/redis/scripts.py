@@ -17,6 +17,7 @@ NAMES = (
     "beat",
     "resume",
     "finish",
+    "given",
     "cancel",
     "giveback",
     "giveout",
@@ -33,16 +34,20 @@ NAMES = (
     "settle",
     "renew",
     "probe",
+    "tally",
+    "share",
 )
 # Scripts that need further helpers before them.
 _HELPERS: dict[str, tuple[str, ...]] = {
     **dict.fromkeys(("reserve", "settle"), ("usage",)),
     **dict.fromkeys(("occupy", "vacate"), ("account",)),
-    **dict.fromkeys(("beat", "finish"), ("charging",)),
+    **dict.fromkeys(("beat", "share"), ("charging",)),
+    "finish": ("charging", "ledger"),
+    **dict.fromkeys(("reap", "given"), ("ledger",)),
     "replay": ("tenants", "joining"),
     "admit": ("tenants", "joining", "placed"),
-    "cancel": ("tenants", "leaving", "placed"),
-    "take": ("tenants", "leaving", "placed", "precedence"),
+    "cancel": ("tenants", "leaving", "placed", "ledger"),
+    "take": ("charging", "tenants", "leaving", "placed", "precedence", "ledger"),
 }
 
 

@@ -15,7 +15,8 @@ from typing import TypeVar
 from ...errors import BackendUnavailable
 from ...wire.keys import shard_of
 from ...wire.messages import ChoiceState, Control, Reply
-from ..base import Beat, EngineStatus, Lease, Outcome, Progress, ShardQueue
+from ..base import Beat, EngineStatus, Lease, Outcome, Progress, ShardQueue, TenantUse
+from ..ledger import AttemptUsage
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -23,20 +24,27 @@ T = TypeVar("T")
 TELL = 3.0  # seconds between two reads of the number of shards
 PAUSE = 1.0  # seconds before a shard that was unreachable is asked again
 STATUS = 1.0  # seconds between two writes of a status when only other shards send beats
+SHARE = 1.0  # seconds between two exchanges of what tenants have used in each shard
 
 
 class ShardedEngineQueue:
     """An EngineQueue over several shards. `make` makes the queue of one shard.
 
     `shards` is the number that gateways may use. `reap_every` is the minimal number of seconds
-    between two searches of all shards for requests of silent engines.
+    between two searches of all shards for requests of silent engines, `share_every` that between
+    two exchanges of what tenants have used, by any engine.
 
     It also takes from further shards as long as engines with a higher setting were lately present,
     so that no request stays in a shard without engines. With one shard it is that shard's queue.
     """
 
     def __init__(
-        self, make: Callable[[int], ShardQueue], shards: int, *, reap_every: float = 1.0
+        self,
+        make: Callable[[int], ShardQueue],
+        shards: int,
+        *,
+        reap_every: float = 1.0,
+        share_every: float = SHARE,
     ) -> None:
         self._make = make
         self._count = shards
@@ -44,12 +52,13 @@ class ShardedEngineQueue:
         self._first = self._shards[0]
         self.engine_id = self._first.engine_id
         self._reap_every = reap_every
+        self._share_every = share_every
         self._turn = 0
         self._lacking_room: ShardQueue | None = None
         self._watches: dict[int, asyncio.Task[None]] = {}
         self._empty: set[int] = set()
         self._woken: set[int] = set()
-        self._told_at = self._reaped_at = self._said_at = -math.inf
+        self._told_at = self._reaped_at = self._said_at = self._shared_at = -math.inf
         self._said: EngineStatus | None = None
 
     async def start(self) -> None:
@@ -206,6 +215,9 @@ class ShardedEngineQueue:
                 _note_away(self._first, error)
         if len(self._shards) == 1:
             return await self._first.beat(progress, status)
+        if time.monotonic() - self._shared_at >= self._share_every:
+            self._shared_at = time.monotonic()
+            await self._share_tenant_use()
         status = replace(status, shards=self._count)
         parts = self._by_shard(progress, lambda item: item.request_id)
         calls = [shard.renew(items) for shard, items in parts if shard is not self._first]
@@ -216,6 +228,30 @@ class ShardedEngineQueue:
         for found in await _all_that_can(calls):
             beats.update(found)
         return beats
+
+    async def _share_tenant_use(self) -> None:
+        """Adds what tenants have used in each shard to the counters of all other shards.
+
+        One engine at a time does it, as the first shard says. An unreachable shard is left out.
+        """
+        uses: dict[int, TenantUse] = {}
+        for shard in self._shards:
+            try:
+                use = await shard.tenant_use(0.0 if uses else self._share_every)
+            except BackendUnavailable as error:
+                _note_away(shard, error)
+                continue
+            if use is None:
+                return
+            uses[shard.shard] = use
+        for shard in self._shards:
+            others = {number: use for number, use in uses.items() if number != shard.shard}
+            if shard.shard not in uses or not any(use.tokens for use in others.values()):
+                continue
+            try:
+                await shard.add_tenant_use(others)
+            except BackendUnavailable as error:
+                _note_away(shard, error)
 
     def _is_news(self, status: EngineStatus) -> bool:
         """Whether to write the status now.
@@ -255,8 +291,14 @@ class ShardedEngineQueue:
     async def resume(self, request_id: str, attempt: int, choices: Sequence[ChoiceState]) -> bool:
         return await self._of(request_id).resume(request_id, attempt, choices)
 
-    async def finish(self, request_id: str, attempt: int, outcome: Outcome) -> bool:
-        return await self._of(request_id).finish(request_id, attempt, outcome)
+    async def finish(
+        self,
+        request_id: str,
+        attempt: int,
+        outcome: Outcome,
+        usage: AttemptUsage | None = None,
+    ) -> bool:
+        return await self._of(request_id).finish(request_id, attempt, outcome, usage)
 
     async def publish(self, replies: Mapping[str, Sequence[Reply]]) -> None:
         await self._first.publish(replies)

@@ -59,7 +59,7 @@ KEYS = (
     *(KeyRule(prefix, KeyScope.IN_SHARD, _QUEUE) for prefix in ("q", "r", "p", "j")),
     *(KeyRule(prefix, KeyScope.SHARD, _QUEUE) for prefix in ("s", "vc", "tw")),
     *(KeyRule(prefix, KeyScope.IN_SHARD, _QUEUE) for prefix in ("vt", "tq", "pl")),
-    *(KeyRule(prefix, KeyScope.SHARD, _QUEUE) for prefix in ("w", "dl")),
+    *(KeyRule(prefix, KeyScope.SHARD, _QUEUE) for prefix in ("w", "dl", "ul")),
     KeyRule("eng", KeyScope.SHARD, _ALL),
     KeyRule("es", KeyScope.IN_SHARD, _ALL),
     KeyRule("ls", KeyScope.IN_SHARD, _QUEUE),

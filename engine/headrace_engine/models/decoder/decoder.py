@@ -21,14 +21,15 @@ from ...lora.batch import LayerLoRA
 from ...lora.shapes import LayerShapes, lora_shapes
 from ...operators.base import DependentOps, Float32NormOps, HeadShape, Ops, QKNorm, soft_cap
 from ...operators.qkv import QKVAttention, QKVRows
-from ..base import ForwardBatch, KVShape
+from ..base import ForwardBatch, kv_shapes
 from .decoder_weights import DecoderLayer, DecoderWeights
 from .latent import LatentAttention
 from .positions import LayerPositions, PositionTables
 
 
 class Decoder:
-    """Residual blocks with attention and a gated MLP. `heads` are a layer's in this process."""
+    """Residual blocks with attention and a gated MLP. `heads` are the first layer's in this
+    process."""
 
     def __init__(
         self,
@@ -42,17 +43,16 @@ class Decoder:
         self.dependent_launches = ops.dependent_launches if isinstance(ops, DependentOps) else None
         self._config, self._attention = config, attention
         self.vocab_size = config.vocab_size
-        self.kv_shapes = (KVShape.of(config),) * config.num_layers
+        self.kv_shapes = kv_shapes(config)
         self._qkv_attention = attention if isinstance(attention, QKVAttention) else None
         self._latent_attention = _latent_attention(config, ops, attention)
         self._positions = positions
-        self.heads = HeadShape(
-            config.num_heads,
-            config.num_kv_heads,
-            config.head_dim,
-            config.rms_norm_eps,
-            config.interleaved,
-        )
+        self.heads = _head_shape(config, 0)
+        # By the width of a layer's QKV rows.
+        self._heads_by_width = {
+            _row_width(config, layer): _head_shape(config, layer)
+            for layer in range(config.num_layers)
+        }
         self._embedding, self._layers = weights.embedding, weights.layers
         self._norm, self._lm_head = weights.norm, weights.lm_head
         self._embedding_scale = config.embedding_scale
@@ -75,7 +75,8 @@ class Decoder:
         """Whether a step never waits for the device."""
         if self._config.latent is not None and self._config.latent.index is not None:
             return False
-        return all(layer.mlp.can_be_recorded for layer in self._layers)
+        parts = [part for layer in self._layers for part in (layer.mlp, layer.shortcut)]
+        return all(part is None or part.can_be_recorded for part in parts)
 
     @property
     def lora_shapes(self) -> tuple[LayerShapes, ...]:
@@ -98,6 +99,7 @@ class Decoder:
         rows that sample, after the last norm and before it."""
         lora, positions = batch.lora, self._positions.lookup(batch.positions)
         every = samples_every_row(batch)
+        shortcut: torch.Tensor | None = None
         for index, (layer, cache) in enumerate(zip(self._layers, caches, strict=True)):
             self._before_layer(index, residual)
             adapted = None if lora is None else lora.of_tokens(index)
@@ -107,6 +109,8 @@ class Decoder:
             if last and not every:
                 attended = attended.index_select(0, batch.logits_rows)
                 residual = residual.index_select(0, batch.logits_rows)
+                if shortcut is not None:
+                    shortcut = shortcut.index_select(0, batch.logits_rows)
             if last:
                 adapted = None if lora is None else lora.of_logits(index)
             output = self._project(layer, attended, adapted)
@@ -114,6 +118,9 @@ class Decoder:
             hidden, residual = self._add_normed(output, residual, layer.mlp_norm)
             slots = batch.metadata.slots if every or not last else None
             output = layer.mlp(hidden, adapted, slots)
+            if shortcut is not None:
+                output = output + shortcut
+            shortcut = None if layer.shortcut is None else layer.shortcut(hidden, None, slots)
             output = self._normed(output, layer.mlp_output_norm)
             norm = self._norm if last else self._layers[index + 1].input_norm
             hidden, residual = self._add_normed(output, residual, norm)
@@ -190,10 +197,13 @@ class Decoder:
             qkv = self._norm_rows(qkv, layer.wide_qk_norm)
         if at.query_scale is not None:
             qkv[:, : self.heads.sizes[0]] *= at.query_scale
-        rows = QKVRows(qkv, at.cos, at.sin, self.heads, layer.qk_norm)
+        heads, width = self._heads_by_width[qkv.shape[1]], self._config.value_width
+        if self._config.value_dim is not None:
+            qkv = _with_wide_values(qkv, heads, width, self._config.value_scale)
+        rows = QKVRows(qkv, at.cos, at.sin, heads, layer.qk_norm)
         if self._qkv_attention is not None and layer.rotated_qk_norm is None:
             attended = self._qkv_attention.forward_qkv(rows, cache, metadata, layer.params)
-            return attended.reshape(attended.shape[0], -1)
+            return attended[..., :width].reshape(attended.shape[0], -1)
         query, key, value = self._ops.rotate_qkv(
             rows.qkv, rows.cos, rows.sin, rows.shape, rows.norm
         )
@@ -201,7 +211,35 @@ class Decoder:
             query = self._normed(query, layer.rotated_qk_norm.query)
             key = self._normed(key, layer.rotated_qk_norm.key)
         attended = self._attention.forward(query, key, value, cache, metadata, layer.params)
-        return attended.reshape(attended.shape[0], -1)
+        return attended[..., :width].reshape(attended.shape[0], -1)
+
+
+def _head_shape(config: ModelConfig, layer: int) -> HeadShape:
+    return HeadShape(
+        config.num_heads,
+        config.kv_heads(layer),
+        config.head_dim,
+        config.rms_norm_eps,
+        config.interleaved,
+    )
+
+
+def _row_width(config: ModelConfig, layer: int) -> int:
+    """Elements of a layer's queries, keys and values of a position."""
+    keys = config.num_heads + config.kv_heads(layer)
+    return keys * config.head_dim + config.kv_heads(layer) * config.value_width
+
+
+def _with_wide_values(
+    qkv: torch.Tensor, heads: HeadShape, width: int, scale: float | None
+) -> torch.Tensor:
+    """Scales the values of QKV rows, and pads them from `width` to the width of keys."""
+    begin = sum(heads.sizes[:2])
+    values = qkv[:, begin:].reshape(len(qkv), heads.num_kv_heads, width)
+    if scale is not None:
+        values = values * scale
+    padded = F.pad(values, (0, heads.head_dim - width))
+    return torch.cat((qkv[:, :begin], padded.flatten(1)), dim=-1)
 
 
 def _latent_attention(

@@ -2,8 +2,11 @@
 
 from dataclasses import astuple, dataclass
 
-from ...checkpoints.config import ExpertsConfig, LatentConfig, ModelConfig
+from ...checkpoints.config import ExpertsConfig, IndexConfig, LatentConfig, ModelConfig
 from ...checkpoints.tensor_files import Shape
+
+# A mixture beside a layer's MLP.
+SHORTCUT = "shortcut"
 
 
 def expected_tensors(config: ModelConfig) -> dict[str, Shape]:
@@ -41,27 +44,33 @@ class NormNames:
 
 def _layer_tensors(config: ModelConfig, index: int) -> dict[str, Shape]:
     hidden, dim = config.hidden_size, config.head_dim
-    q, kv = config.num_heads * dim, config.num_kv_heads * dim
+    heads, kv_heads, width = config.num_heads, config.kv_heads(index), config.value_width
+    q, kv = heads * dim, kv_heads * dim
     norms = astuple(NormNames.of(config))
     found: dict[str, Shape] = {name: (hidden,) for name in norms if name is not None}
     if config.latent is None:
         found |= _matrix("self_attn.q_proj", q, hidden, config.qkv_bias)
         found |= _matrix("self_attn.k_proj", kv, hidden, config.qkv_bias)
-        found |= _matrix("self_attn.v_proj", kv, hidden, config.qkv_bias)
-        found |= _matrix("self_attn.o_proj", hidden, q, config.o_bias)
+        found |= _matrix("self_attn.v_proj", kv_heads * width, hidden, config.qkv_bias)
+        found |= _matrix("self_attn.o_proj", hidden, heads * width, config.o_bias)
     else:
-        found |= _latent_tensors(config.latent, config.num_heads, hidden)
+        found |= _latent_tensors(config.latent, config.index_of(index), heads, hidden)
     if config.qk_norm:
         widths = (q, kv) if config.wide_qk_norm else (dim, dim)
         found["self_attn.q_norm.weight"], found["self_attn.k_norm.weight"] = zip(widths)
-    if config.sinks:
-        found["self_attn.sinks"] = (config.num_heads,)
+    if config.has_sinks(index):
+        found["self_attn.sinks"] = (heads,)
     if config.experts is not None and config.experts.sparse[index]:
-        return found | _moe_tensors(config, config.experts)
-    return found | _mlp_tensors("mlp", hidden, config.intermediate_size, config.mlp_bias)
+        return found | _moe_tensors(config, config.experts, "mlp")
+    found |= _mlp_tensors("mlp", hidden, config.intermediate_size, config.mlp_bias)
+    if config.has_shortcut(index) and config.experts is not None:
+        found |= _moe_tensors(config, config.experts, SHORTCUT)
+    return found
 
 
-def _latent_tensors(latent: LatentConfig, heads: int, hidden: int) -> dict[str, Shape]:
+def _latent_tensors(
+    latent: LatentConfig, index: IndexConfig | None, heads: int, hidden: int
+) -> dict[str, Shape]:
     queries, found = heads * latent.query_width, dict[str, Shape]()
     if latent.query_rank is None:
         found["self_attn.q_proj.weight"] = (queries, hidden)
@@ -72,7 +81,7 @@ def _latent_tensors(latent: LatentConfig, heads: int, hidden: int) -> dict[str, 
     expanded = heads * (latent.plain + latent.value)
     return (
         found
-        | _index_tensors(latent, hidden)
+        | _index_tensors(latent, index, hidden)
         | {
             "self_attn.kv_a_proj_with_mqa.weight": (latent.width, hidden),
             "self_attn.kv_a_layernorm.weight": (latent.rank,),
@@ -82,8 +91,9 @@ def _latent_tensors(latent: LatentConfig, heads: int, hidden: int) -> dict[str, 
     )
 
 
-def _index_tensors(latent: LatentConfig, hidden: int) -> dict[str, Shape]:
-    index = latent.index
+def _index_tensors(
+    latent: LatentConfig, index: IndexConfig | None, hidden: int
+) -> dict[str, Shape]:
     if index is None:
         return {}
     assert latent.query_rank is not None
@@ -96,18 +106,19 @@ def _index_tensors(latent: LatentConfig, hidden: int) -> dict[str, Shape]:
     }
 
 
-def _moe_tensors(config: ModelConfig, experts: ExpertsConfig) -> dict[str, Shape]:
+def _moe_tensors(config: ModelConfig, experts: ExpertsConfig, prefix: str) -> dict[str, Shape]:
     hidden, inner, bias = config.hidden_size, experts.intermediate_size, experts.bias
-    found = _matrix("mlp.gate", experts.count, hidden, bias)
+    found = _matrix(f"{prefix}.gate", experts.choices, hidden, bias)
     if experts.correction:
-        row = (experts.count,)  # of which ERNIE stores a matrix
-        found["mlp.gate.e_score_correction_bias"] = (1, *row) if config.layout == "ernie" else row
+        row = (experts.choices,)  # of which ERNIE stores a matrix
+        name = f"{prefix}.gate.e_score_correction_bias"
+        found[name] = (1, *row) if config.layout == "ernie" else row
     for index in range(experts.count):
-        found |= _mlp_tensors(f"mlp.experts.{index}", hidden, inner, bias)
+        found |= _mlp_tensors(f"{prefix}.experts.{index}", hidden, inner, bias)
     if experts.shared_size is not None:
-        found |= _mlp_tensors("mlp.shared_expert", hidden, experts.shared_size)
+        found |= _mlp_tensors(f"{prefix}.shared_expert", hidden, experts.shared_size)
         if experts.shared_gate:
-            found["mlp.shared_expert_gate.weight"] = (1, hidden)
+            found[f"{prefix}.shared_expert_gate.weight"] = (1, hidden)
     return found
 
 
@@ -128,8 +139,16 @@ def ignored_tensors(config: ModelConfig) -> tuple[str, ...]:
     """Names that are not read, and prefixes of such names, which end in a dot.
 
     A tied output matrix may be stored a second time; layers that predict further tokens follow the
-    decoder's own.
+    decoder's own. transformers stores matrices of experts that compute nothing.
     """
     drafts = range(config.num_layers, config.num_layers + config.draft_layers)
-    ignored = ("model.mtp_layers.", *(f"model.layers.{index}." for index in drafts))
-    return ("lm_head.weight", *ignored) if config.tie_word_embeddings else ignored
+    ignored = ["model.mtp.", "model.mtp_layers.", *(f"model.layers.{index}." for index in drafts)]
+    if config.experts is not None and config.experts.zero:
+        unused = range(config.experts.count, config.experts.choices)
+        layers = [layer for layer in range(config.num_layers) if config.has_shortcut(layer)]
+        ignored += [
+            f"model.layers.{layer}.{SHORTCUT}.experts.{index}."
+            for layer in layers
+            for index in unused
+        ]
+    return ("lm_head.weight", *ignored) if config.tie_word_embeddings else tuple(ignored)

@@ -31,7 +31,7 @@ from ...layers.layers import ActivatedLinear, Linear
 from ...operators.base import Ops, QKNorm, gelu_tanh_mul
 from ..linear.linear_maker import LinearMaker
 from ..weights.weights import WeightReader
-from .decoder_tensors import NormNames, expected_tensors, ignored_tensors
+from .decoder_tensors import SHORTCUT, NormNames, expected_tensors, ignored_tensors
 from .latent import IndexWeights, LatentWeights
 
 
@@ -40,7 +40,8 @@ class DecoderLayer:
     """One layer's weights. `input_norm` and `mlp_norm` come after the residual sums, None for OLMo;
     `attention_output_norm` and `mlp_output_norm` before them (Gemma, OLMo). `wide_qk_norm` has the
     weights of all heads together; `rotated_qk_norm` comes after the rotation. With `latent` `qkv`
-    makes (queries or what they are made from, latent, rotated key)."""
+    makes (queries or what they are made from, latent, rotated key). `shortcut` reads what `mlp`
+    reads; its result is added to that of the next layer."""
 
     input_norm: torch.Tensor | None
     mlp_norm: torch.Tensor | None
@@ -54,6 +55,7 @@ class DecoderLayer:
     params: LayerParams
     rotated_qk_norm: QKNorm | None = None
     latent: LatentWeights | None = None
+    shortcut: FeedForward | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,12 +153,15 @@ class _LayerReader:
             attention_output_norm=self._norm_of(prefix, norms.after_attention),
             mlp_output_norm=self._norm_of(prefix, norms.after_mlp),
             qkv=self._linear(attention, _first_product(config), config.qkv_bias),
-            latent=None if config.latent is None else self._latent(attention, config.latent),
+            latent=None if config.latent is None else self._latent(attention, config.latent, index),
             qk_norm=None if config.wide_qk_norm or config.rotated_qk_norm else qk_norm,
             wide_qk_norm=qk_norm if config.wide_qk_norm else None,
             rotated_qk_norm=qk_norm if config.rotated_qk_norm else None,
             o=self._linear(attention, ("o_proj",), config.o_bias),
             mlp=self._feed_forward(f"{prefix}mlp.", index),
+            shortcut=self._mixture(f"{prefix}{SHORTCUT}.", config.experts)
+            if config.has_shortcut(index) and config.experts is not None
+            else None,
             params=LayerParams(
                 scale=config.scale,
                 softcap=config.attention_softcap,
@@ -164,7 +169,9 @@ class _LayerReader:
                 chunk=config.windows[index] if config.chunked else None,
                 key_scale=config.kv_scale(index)[0],
                 value_scale=config.kv_scale(index)[1],
-                sinks=self._reader.read(f"{attention}sinks").float() if config.sinks else None,
+                sinks=self._reader.read(f"{attention}sinks").float()
+                if config.has_sinks(index)
+                else None,
             ),
         )
 
@@ -181,18 +188,18 @@ class _LayerReader:
             query=self.norm(f"{prefix}q_norm.weight"), key=self.norm(f"{prefix}k_norm.weight")
         )
 
-    def _latent(self, prefix: str, latent: LatentConfig) -> LatentWeights:
+    def _latent(self, prefix: str, latent: LatentConfig, layer: int) -> LatentWeights:
         expanded = self._reader.read(f"{prefix}kv_b_proj.weight")
         heads = expanded.view(-1, latent.plain + latent.value, latent.rank)
-        has_query = latent.query_rank is not None
+        has_query, index = latent.query_rank is not None, self._config.index_of(layer)
         return LatentWeights(
             config=latent,
             query=self._linear(prefix, ("q_b_proj",), False) if has_query else None,
             query_norm=self.norm(f"{prefix}q_a_layernorm.weight") if has_query else None,
-            norm=self.norm(f"{prefix}kv_a_layernorm.weight"),
+            norm=self.norm(f"{prefix}kv_a_layernorm.weight") * latent.factor,
             keys=heads[:, : latent.plain].contiguous(),
             values=heads[:, latent.plain :].transpose(1, 2).contiguous(),
-            index=None if latent.index is None else self._index(f"{prefix}indexer.", latent.index),
+            index=None if index is None else self._index(f"{prefix}indexer.", index),
         )
 
     def _index(self, prefix: str, index: IndexConfig) -> IndexWeights:
@@ -210,6 +217,9 @@ class _LayerReader:
         experts = self._config.experts
         if experts is None or not experts.sparse[index]:
             return self._mlp(prefix, self._config.mlp_bias)
+        return self._mixture(prefix, experts)
+
+    def _mixture(self, prefix: str, experts: ExpertsConfig) -> FeedForward:
         router = self._linear(prefix, ("gate",), experts.bias, exact=True)
         correction = self._correction(prefix) if experts.correction else None
         grouped = self._grouped(prefix, router, experts, correction)
@@ -238,7 +248,7 @@ class _LayerReader:
     ) -> FeedForward | None:
         """The experts as one mixture, if the operators support grouped products of such weights."""
         ops, found = self._ops, [f"{prefix}experts.{one}." for one in range(experts.count)]
-        if not isinstance(ops, MixtureOps):
+        if not isinstance(ops, MixtureOps) or experts.zero:
             return None
         weights = self._linears.experts(
             [(_names(one, "gate_proj", "up_proj"), _names(one, "down_proj")) for one in found]

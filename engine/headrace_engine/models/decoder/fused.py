@@ -16,7 +16,7 @@ from ...core.attention_backend import AttentionBackend, LayerCache
 from ...kernels.cpu import structs
 from ...lora.shapes import LayerShapes, lora_shapes
 from ...operators.cpu import NativeOps
-from ..base import ForwardBatch, KVShape
+from ..base import ForwardBatch, kv_shapes
 from ..weights.weights import WeightReader
 from .decoder import Decoder
 from .decoder_tensors import expected_tensors, ignored_tensors
@@ -51,7 +51,7 @@ class FusedDecoder:
         self._config, self._ops, self._attention = config, ops, attention
         self._positions = positions
         self.vocab_size = config.vocab_size
-        self.kv_shapes = (KVShape.of(config),) * config.num_layers
+        self.kv_shapes = kv_shapes(config)
         self._weights = FusedWeights(config, reader, ops.executor, positions, quantize)
         self._decoder = self._weights.describe()
         self._caches: tuple[Sequence[LayerCache], ctypes.Array[ctypes.c_void_p]] | None = None
@@ -120,7 +120,7 @@ def fits(config: ModelConfig, attention: CpuBackend, dtype: torch.dtype) -> bool
     widths = [config.hidden_size, config.intermediate_size]
     if config.experts is not None:
         widths += [config.experts.intermediate_size, config.experts.shared_size or 0]
-    usual = config.latent is None and not config.rotated_qk_norm
+    usual = config.latent is None and not config.rotated_qk_norm and config.has_equal_heads
     return (
         usual
         and attention.is_native(dtype, config.head_dim)

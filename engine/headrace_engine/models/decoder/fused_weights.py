@@ -117,7 +117,9 @@ class FusedWeights:
             window=-window if config.chunked else window,
             key_scale=config.kv_scale(index)[0],
             value_scale=config.kv_scale(index)[1],
-            sinks=self._keep(self._read(f"{attention}sinks").float()) if config.sinks else None,
+            sinks=self._keep(self._read(f"{attention}sinks").float())
+            if config.has_sinks(index)
+            else None,
         )
         self._add_feed_forward(layer, f"{prefix}mlp.", index)
         return layer

@@ -3,7 +3,8 @@
 A key of a head is a matrix times the latent, so its product with a query is that of the latent with
 the query times the matrix. Queries are multiplied once, and no key or value is ever made from a
 cached latent: attention sees one KV head, whose keys are latents with the rotated key that all
-heads share, and whose values are the latents. An indexer may choose few of them for each position.
+heads share, and whose values are the latents. An indexer may choose few of them for each position,
+for one layer or for several.
 """
 
 from dataclasses import dataclass
@@ -11,7 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch.nn import functional as F
 
-from ...attention.indexed import IndexRows, attend_to_chosen
+from ...attention.indexed import Choice, IndexRows, attend_to_chosen, choose_keys
 from ...checkpoints.config import IndexConfig, LatentConfig
 from ...core.attention_backend import AttentionMetadata, LatentBackend, LayerCache, LayerParams
 from ...layers.layers import Linear
@@ -47,7 +48,7 @@ class LatentWeights:
     query       makes queries from the normalised part of the first product; None: they are in it
     keys        [H, plain, rank]
     values      [H, rank, value]
-    index       the indexer; None: a position attends to all keys
+    index       the indexer; None: the last indexer's choice is used, if there is any
     """
 
     config: LatentConfig
@@ -59,13 +60,13 @@ class LatentWeights:
     index: IndexWeights | None = None
 
 
-@dataclass(frozen=True, slots=True)
 class LatentAttention:
-    """Computes the attention of layers with the same operators and backend."""
+    """Computes the attention of a step's layers, one after the other."""
 
-    ops: Ops
-    backend: LatentBackend
-    interleaved: bool
+    def __init__(self, ops: Ops, backend: LatentBackend, interleaved: bool) -> None:
+        self.ops, self.backend, self.interleaved = ops, backend, interleaved
+        # What the last indexer chose.
+        self._choice: Choice = None
 
     def __call__(
         self,
@@ -92,12 +93,16 @@ class LatentAttention:
         shared = rotate_heads(key[:, None], at.cos, at.sin, interleaved=self.interleaved)[:, 0]
         query = torch.cat((absorbed, rotated), dim=-1)
         normed = self.ops.rms_norm(latent.contiguous(), weights.norm, EPSILON)
-        latents, where = torch.cat((normed, shared), -1), (cache, metadata, params, config.rank)
-        if weights.index is None:
-            attended = self.backend.forward_latent(query, latents, *where)
+        latents, where = torch.cat((normed, shared), -1), (metadata, params, config.rank)
+        if config.index is None:
+            attended = self.backend.forward_latent(query, latents, cache, *where)
         else:
-            index = self._index(weights.index, config.rotary, hidden, asked, at)
-            attended = attend_to_chosen(self.backend, query, latents, index, *where)
+            if weights.index is not None:
+                *stored, index_keys = cache
+                cache, index = tuple(stored), weights.index
+                made = self._index(index, config.rotary, hidden, asked, at)
+                self._choice = choose_keys(made, index_keys, metadata)
+            attended = attend_to_chosen(self.backend, query, latents, self._choice, cache, *where)
         return torch.bmm(attended.transpose(0, 1), weights.values).transpose(0, 1).flatten(1)
 
     def _queries(

@@ -109,6 +109,8 @@ def _block(layer: DecoderLayer, norm: torch.Tensor | None, following: Linear) ->
         return None
     if layer.latent is not None and layer.latent.index is not None:  # reads the norm's result
         return None
+    if layer.shortcut is not None:
+        return None
     if mlp_norm is None or norm is None or not mlp_norm.dtype is norm.dtype is torch.bfloat16:
         return None
     if not isinstance(mlp, GatedMLP) or mlp.activated is None:

@@ -9,7 +9,7 @@ from torch.nn import functional as F
 
 from ...checkpoints.config import ModelConfig
 from ...core.attention_backend import AttentionBackend
-from ...layers.feed_forward import FeedForward
+from ...layers.feed_forward import FeedForward, SparseMoe
 from ...layers.layers import Linear
 from ...lora.batch import LayerLoRA
 from ...lora.shapes import LayerShapes, lora_shapes
@@ -125,7 +125,14 @@ def _join(weights: DecoderWeights, outputs: int, shard: Shard) -> DecoderWeights
     """Wraps this rank's layers so that their results are joined with those of other ranks."""
 
     def join(layer: DecoderLayer) -> DecoderLayer:
-        return replace(layer, mlp=SummedFeedForward(layer.mlp, shard.collectives))
+        mlp, shortcut = layer.mlp, layer.shortcut
+        if isinstance(shortcut, SparseMoe) and shard.rank:
+            shortcut = replace(shortcut, returns_rows=False)
+        return replace(
+            layer,
+            mlp=SummedFeedForward(mlp, shard.collectives),
+            shortcut=None if shortcut is None else SummedFeedForward(shortcut, shard.collectives),
+        )
 
     return replace(
         weights,

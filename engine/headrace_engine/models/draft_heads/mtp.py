@@ -58,6 +58,8 @@ MIMO = MTPNames(
 )
 FAMILIES: dict[str, MTPNames] = {
     "DeepseekV3ForCausalLM": DEEPSEEK,
+    "DeepseekV32ForCausalLM": DEEPSEEK,
+    "GlmMoeDsaForCausalLM": DEEPSEEK,
     "Glm4MoeForCausalLM": DEEPSEEK,
     "Glm4MoeLiteForCausalLM": DEEPSEEK,
     "MiMoForCausalLM": MIMO,
@@ -82,10 +84,12 @@ def mtp_names(checkpoint: Checkpoint, config: ModelConfig) -> MTPNames:
 
 def head_config(config: ModelConfig) -> ModelConfig:
     """The shape of the head as a decoder of one layer: like the decoder's last layer, but with
-    attention to all keys."""
-    experts = config.experts
+    attention to all keys, or those that an indexer of its own chooses."""
+    experts, latent = config.experts, config.latent
     if experts is not None:
         experts = replace(experts, sparse=experts.sparse[-1:])
+    if latent is not None and latent.index is not None:
+        latent = replace(latent, index=replace(latent.index, shared=frozenset()))
     return replace(
         config,
         num_layers=1,
@@ -94,6 +98,7 @@ def head_config(config: ModelConfig) -> ModelConfig:
         unrotated=frozenset(),
         local_rope=None,
         experts=experts,
+        latent=latent,
         kv_scales=None,
         draft_layers=0,
     )

@@ -31,10 +31,6 @@ from .probe import Probe, eager_logits, probe_ids
 logger = logging.getLogger(__name__)
 
 LAYER_KINDS = {"full_attention", "sliding_attention"}
-# For architectures that are not served: what is nearest to them and served.
-NEAREST = {
-    "MiMoV2FlashForCausalLM": "gpt-oss (GptOssForCausalLM) or GLM-4.5 (Glm4MoeForCausalLM)",
-}
 PROBE_TOLERANCE = {torch.float32: 1e-3, torch.float16: 5e-2, torch.bfloat16: 2e-1}
 
 
@@ -322,11 +318,9 @@ def _check_probe(checkpoint: Checkpoint, config: Any, probe: Probe) -> None:
 
 
 def refuse(checkpoint: Checkpoint, reason: str) -> ConfigError:
-    """The error that gives the reason, and what to serve instead."""
-    nearest = NEAREST.get(checkpoint.architecture)
-    remedy = "" if nearest is None else f"; serve {nearest} instead"
+    """The error that gives the reason."""
     name = checkpoint.architecture
-    return ConfigError(f"{checkpoint.folder}: {name} cannot be served: {reason}{remedy}")
+    return ConfigError(f"{checkpoint.folder}: {name} cannot be served: {reason}")
 
 
 def _rows(heads: torch.Tensor) -> torch.Tensor:

@@ -19,7 +19,9 @@ PRUNE_AT = 1024
 
 
 class Fair(Policy):
-    """Shares tokens between tenants in proportion to `weights` (1 for tenants not named).
+    """Shares tokens between tenants in proportion to `weights`.
+
+    A tenant that is not named has the weight that its requests carry.
 
     A tenant is charged for the prompt tokens that were not cached when its request started, and for
     output tokens as they come, but not for recomputation after a preemption. Within a tenant the
@@ -74,13 +76,13 @@ class Fair(Policy):
             self._prune(floor)
 
     def admitted(self, sequence: Sequence, tokens: int) -> None:
-        self._charge(sequence.request.tenant, self._input_weight * tokens)
+        self._charge(sequence.request, self._input_weight * tokens)
 
     def stepped(self, scheduler_output: SchedulerOutput) -> None:
         for item in scheduler_output.scheduled:
             made = len(item.sequence.token_ids) - item.start - item.length
             if item.samples and made:
-                self._charge(item.sequence.request.tenant, self._output_weight * made)
+                self._charge(item.sequence.request, self._output_weight * made)
 
     def gone(self, request: EngineRequest) -> None:
         left = self._unfinished[request.tenant] - 1
@@ -89,8 +91,10 @@ class Fair(Policy):
         else:
             del self._unfinished[request.tenant]
 
-    def _charge(self, tenant: str, tokens: float) -> None:
-        self._counters[tenant] = self.counter(tenant) + tokens / self._weights.get(tenant, 1.0)
+    def _charge(self, request: EngineRequest, tokens: float) -> None:
+        tenant = request.tenant
+        weight = self._weights.get(tenant, request.tenant_weight)
+        self._counters[tenant] = self.counter(tenant) + tokens / weight
 
     def _floor(self) -> float:
         """The smallest counter of waiting tenants, or that of the last tenant that waited."""

@@ -55,11 +55,13 @@ class Answer:
     refused: int = 0
     reconnects: int = 0
     last_id: str | None = None
+    request_id: str = ""
 
     def take(self, content: Mapping[str, Any]) -> int:
         """Adds one event, or a whole answer; returns the number of its tokens."""
         if "error" in content:
             self.error = json.dumps(content["error"])
+        self.request_id = content.get("id", "").removeprefix("cmpl-") or self.request_id
         if content.get("usage"):
             self.completion_tokens = content["usage"]["completion_tokens"]
         tokens = 0

@@ -173,8 +173,8 @@ REDIS_FAULTS = (
         slow=True,
         lasting=True,
     ),
-    Fault(name="F11", title="Redis comes back with older data", act=roll_back),
-    Fault(name="F12", title="Redis emptied", act=empty),
+    Fault(name="F11", title="Redis comes back with older data", act=roll_back, loses=True),
+    Fault(name="F12", title="Redis emptied", act=empty, loses=True),
     Fault(name="F13", title="Sentinel failover", act=fail_over, servers="sentinel"),
     Fault(
         name="F13-late",

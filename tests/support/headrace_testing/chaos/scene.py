@@ -8,6 +8,8 @@ from typing import TypeVar
 
 import httpx
 
+from headrace_testing.processes import until
+
 from .cases import Case, Workload
 from .clients import Client, ClientKind, problem
 from .world import World
@@ -25,7 +27,8 @@ class Fault:
     """A fault. `servers` is the kind of Redis. With `survives` the crowd includes clients that
     cannot reconnect. `slow` faults take too long for every run of the tests. `ready` runs before
     the clients arrive. `crowd` is the number of clients for each case. With `lasting` a client that
-    has its answer asks again until the fault is over. With `spoils` the world is not used again."""
+    has its answer asks again until the fault is over. With `spoils` the world is not used again.
+    With `loses` Redis loses data, and perhaps a part of the ledger."""
 
     name: str
     title: str
@@ -37,6 +40,7 @@ class Fault:
     crowd: int = 1
     lasting: bool = False
     spoils: bool = False
+    loses: bool = False
 
 
 class Scene:
@@ -80,6 +84,17 @@ class Scene:
         for client in clients:
             if wrong := problem(client.case, client.answer):
                 self.mistakes.append(f"{client.case.name} at {client.case.prompt[:3]}...: {wrong}")
+
+    def wrong_usage(self) -> list[str]:
+        """What the ledger has of the crowd's requests instead of what they were given."""
+        entered = self.world.entered()
+        return [
+            f"{client.case.name} {client.answer.request_id}: entered {found}, given {given}"
+            for client in self.clients
+            if client.answer.done and client.answer.error is None
+            for given in [(len(client.case.prompt), client.answer.completion_tokens)]
+            if (found := entered.get(client.answer.request_id)) != given
+        ]
 
     def client(self, case: Case, kind: ClientKind) -> Client:
         urls = list(self.world.urls)
@@ -141,6 +156,8 @@ def run(fault: Fault, world: World, workload: Workload, seed: int) -> list[str]:
     asyncio.run(scene.play(fault))
     try:
         world.until_clean()
+        if world.is_one_server and not fault.loses:
+            until(lambda: not scene.wrong_usage(), "the ledger to have what clients were given")
     except AssertionError as error:
-        scene.mistakes.append(str(error))
+        scene.mistakes += [str(error), *scene.wrong_usage()]
     return scene.mistakes

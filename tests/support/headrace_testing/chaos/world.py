@@ -1,5 +1,6 @@
 """Gateways and engines over one kind of Redis, disturbed by one fault after the other."""
 
+import itertools
 import json
 from collections.abc import Mapping, Sequence
 from itertools import cycle
@@ -9,6 +10,7 @@ from typing import Any
 import redis
 
 from headrace_common.errors import BackendUnavailable
+from headrace_common.protocol.ledger import UsageEntry, UsageOutcome, read_entry
 from headrace_common.wire.keys import ShardKeys
 from headrace_testing.processes import Starter, until
 from headrace_testing.redis_sets import ClusterSet, SentinelSet
@@ -119,7 +121,7 @@ class World(Stack):
             if engine.alive:
                 engine.await_log("engine ready")
                 until(lambda e=engine: e.idle, f"{engine.name} to be idle", _QUIET_S)  # type: ignore[misc]
-        if isinstance(self.servers, ValkeyServer | ProxiedServer):
+        if self.is_one_server:
             until(lambda: self.leftovers() == [], "no entry and no prompt in Redis", _QUIET_S)
 
     @property
@@ -131,10 +133,38 @@ class World(Stack):
         with redis.Redis.from_url(self.servers.url, decode_responses=True) as client:
             return [name for names in self.shard_keys for name in _left(client, names)]
 
+    @property
+    def is_one_server(self) -> bool:
+        """Whether one server has everything: it loses nothing unless a fault makes it."""
+        return isinstance(self.servers, ValkeyServer | ProxiedServer)
+
+    def entered(self) -> dict[str, tuple[int, int]]:
+        """The prompt and output tokens of finished requests in the ledger, by clients' ids."""
+        found: dict[str, list[UsageEntry]] = {}
+        with redis.Redis.from_url(self.servers.url) as client:
+            pages: list[Any] = [client.xrange(names.ledger) for names in self.shard_keys]
+        for stream_id, fields in itertools.chain(*pages):
+            entry = read_entry(MODEL, stream_id, fields)
+            found.setdefault(entry.request_id, []).append(entry)
+        return {
+            _known_as(rid): (
+                sum(entry.prompt_tokens for entry in entries),
+                sum(entry.output_tokens for entry in entries),
+            )
+            for rid, entries in found.items()
+            if entries[-1].outcome is UsageOutcome.FINISHED
+        }
+
     def dead_letters(self) -> int:
         with redis.Redis.from_url(self.servers.url) as client:
             counts: list[Any] = [client.xlen(names.dead_letters) for names in self.shard_keys]
         return sum(counts)
+
+
+def _known_as(request_id: str) -> str:
+    """The id that clients know: a stored request's is a part of its id in the queue."""
+    parts = request_id.split(".")
+    return parts[1] if len(parts) == 3 else request_id
 
 
 def _left(client: redis.Redis, names: ShardKeys) -> list[str]:

@@ -21,12 +21,14 @@ from headrace_common.protocol.base import (
     Verdict,
 )
 from headrace_common.protocol.failures import ended_state
+from headrace_common.protocol.ledger import AttemptUsage, UsageOutcome
 from headrace_common.protocol.registry import RegisteredModel
 from headrace_common.protocol.requests import fingerprint, priority_class, token_cost
 from headrace_common.wire import keys
-from headrace_common.wire.messages import GenerateRequest, encode_request
+from headrace_common.wire.messages import GenerateRequest, decode_request, encode_request
 
-from .fairness import OUTPUT, FairQueue
+from .fairness import OUTPUT, FairQueue, cost
+from .ledger import how, usage_entry
 from .placement import choose, first_own, free_at
 from .records import Ending, Record, Taken
 from .shards import Log, Round, Shard
@@ -174,10 +176,13 @@ class MemoryBackend:
             tokens=token_cost(request),
             prompt_tokens=len(request.prompt_token_ids),
             tenant=request.tenant,
+            weight=request.tenant_weight,
             gateway=gateway,
             admitted=now,
             attempt=seen or 0,
             keep=request.keep_ms / 1000,
+            key=request.key,
+            adapter=request.lora or "",
             expires=now + left + keys.GRACE_MS / 1000,
         )
 
@@ -245,7 +250,7 @@ class MemoryBackend:
         else:
             turn.room -= record.prompt_tokens
             self._remove_placed(shard, rid)
-            shard.counters.serve(record.tenant, record.prompt_tokens)
+            shard.counters.serve(record.tenant, cost(record.prompt_tokens, record.weight))
             turn.taken.append(self._lease(queue.pop(), record, turn.engine, suspect=False))
 
     @staticmethod
@@ -304,6 +309,7 @@ class MemoryBackend:
         self._keep(record)
         if started:
             shard.count_ending(self.clock())
+        self._enter(shard, rid, how(record), 0)
         return Ending(rid, record.attempt, record.gateway, why)
 
     def reap(
@@ -352,12 +358,16 @@ class MemoryBackend:
         if record.ended:
             return Verdict.STOLEN, "", item.journaled
         record.beaten = self.clock()
-        record.executing = record.executing or item.executing
+        if item.executing and not record.executing:
+            record.executing = True
+            record.usage[record.attempt] = item.usage
         verdict = Verdict.EXPIRED if record.deadline <= self.clock() else Verdict.OWNED
         if record.writer != f"{engine}/{item.attempt}":
             return verdict, record.gateway, item.journaled
         before, counts = record.progress, record.write_journal(item)
-        shard.counters.charge(record.tenant, OUTPUT * (record.progress - before))
+        if record.progress > before:
+            record.usage[record.attempt] = item.usage
+        _charge(shard, record, before, record.progress)
         return verdict, record.gateway, counts
 
     def release(self, shard: Shard, rid: str, engine: str, attempt: int | None, own: bool) -> bool:
@@ -371,7 +381,15 @@ class MemoryBackend:
         shard.wakeups += 1
         return True
 
-    def finish(self, shard: Shard, rid: str, engine: str, attempt: int, outcome: Outcome) -> bool:
+    def finish(
+        self,
+        shard: Shard,
+        rid: str,
+        engine: str,
+        attempt: int,
+        outcome: Outcome,
+        usage: AttemptUsage,
+    ) -> bool:
         """FINISH."""
         record = self.owned(shard, rid, engine, attempt)
         if record is None:
@@ -380,19 +398,24 @@ class MemoryBackend:
         if record.ended:
             return record.state == state
         record.state, record.outcome = state, outcome
+        record.usage[attempt] = usage
         record.why = outcome.failed.failure if outcome.failed else None
         if record.why is FailureCode.LOST:
             record.lost_at = self.clock()
         output = sum(len(choice.token_ids) for choice in outcome.choices)
-        shard.counters.charge(record.tenant, OUTPUT * (output - record.progress))
+        _charge(shard, record, record.progress, output)
         self._end(shard, record)
+        self._enter(shard, rid, how(record), output)
         return True
 
-    def cancel(self, shard: Shard, rid: str) -> str:
+    def cancel(self, shard: Shard, rid: str, given: int | None = None) -> str:
         """CANCEL: returns the engine to tell, or ""."""
         record = shard.records.get(rid)
         if record is None:
             return ""
+        if record.ended and given is not None and not (record.state == "done" and record.keep):
+            record.given_tokens = given
+            self._enter(shard, rid, how(record), given, always=False)
         if record.undecided:
             record.state, record.why, record.outcome = "cancelled", FailureCode.CANCELLED, None
             return ""
@@ -400,7 +423,28 @@ class MemoryBackend:
             self._remove_waiting(shard, rid)
             record.state, record.why = "cancelled", FailureCode.CANCELLED
             self._end(shard, record)
+            record.given_tokens = record.given_tokens if given is None else given
+            expired = record.deadline <= self.clock()
+            outcome = UsageOutcome.EXPIRED if expired else UsageOutcome.CANCELLED
+            self._enter(shard, rid, outcome, given or 0)
         return record.owner if record.state == "cancelled" else ""
+
+    def note_given(self, shard: Shard, rid: str, given: int) -> None:
+        """GIVEN."""
+        record = shard.records.get(rid)
+        if record is None:
+            return
+        record.given_tokens = given
+        if record.ended:
+            self._enter(shard, rid, how(record), given, always=False)
+
+    def _enter(
+        self, shard: Shard, rid: str, outcome: UsageOutcome, output: int, *, always: bool = True
+    ) -> None:
+        record, model = shard.records[rid], decode_request(shard.records[rid].payload).model
+        entry = usage_entry(model, rid, record, outcome, output, self.clock(), always=always)
+        if entry is not None:
+            shard.ledger.append(entry)
 
     def forget(self, shard: Shard, rid: str) -> None:
         """Lets the record of an ended request expire; until then its engine may repeat commands."""
@@ -421,6 +465,7 @@ class MemoryBackend:
         for shard in self.shards.values():
             shard.records.clear()
             shard.dead_letters.clear()
+            shard.ledger.clear()
             shard.statuses.clear()
             shard.clear()
         for log in (*self.frames.values(), *self.controls.values()):
@@ -434,6 +479,12 @@ class MemoryBackend:
         self.accounts.clear()
         self.readers.clear()
         self.salt = b""
+
+
+def _charge(shard: Shard, record: Record, before: int, after: int) -> None:
+    """Counts output tokens, of which `before` were counted already."""
+    tokens = cost(OUTPUT * after, record.weight) - cost(OUTPUT * before, record.weight)
+    shard.counters.charge(record.tenant, tokens)
 
 
 def _conflict(request: GenerateRequest) -> RequestConflict:

@@ -1,12 +1,23 @@
 """Orders waiting requests in memory, by the same rules as lua/joining.lua and lua/leaving.lua."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from itertools import count
+from math import floor
 
+from headrace_common.protocol.base import TenantUse
 from headrace_common.protocol.redis.queue_position import turns_ahead
 
 OUTPUT = 2
 DEBT = 65_536
 TENANTS_SEEN = 16
+
+
+_EPOCHS = count(1)
+
+
+def cost(tokens: int, weight: float) -> int:
+    """What tokens cost a tenant of this weight."""
+    return floor(tokens / weight + 0.5)
 
 
 class Counters:
@@ -17,6 +28,9 @@ class Counters:
 
     def __init__(self) -> None:
         self._used: dict[str, int] = {}
+        self._here: dict[str, int] = {}
+        self._elsewhere: dict[int, TenantUse] = {}
+        self._epoch = str(next(_EPOCHS))
 
     def used(self, tenant: str) -> int:
         return self._used.get(tenant, 0)
@@ -24,6 +38,19 @@ class Counters:
     def charge(self, tenant: str, tokens: int) -> None:
         if tokens > 0:
             self._used[tenant] = self.used(tenant) + tokens
+            self._here[tenant] = self._here.get(tenant, 0) + tokens
+
+    def tally(self) -> TenantUse:
+        return TenantUse(self._epoch if self._here else "", dict(self._here))
+
+    def share(self, uses: Mapping[int, TenantUse]) -> None:
+        for shard, use in uses.items():
+            known = self._elsewhere.get(shard)
+            if known is not None and known.epoch == use.epoch:
+                for tenant, tokens in use.tokens.items():
+                    more = tokens - known.tokens.get(tenant, 0)
+                    self._used[tenant] = self.used(tenant) + max(0, more)
+            self._elsewhere[shard] = use
 
     def serve(self, tenant: str, tokens: int) -> None:
         self.charge(tenant, tokens)

@@ -10,8 +10,10 @@ from headrace_common.errors import BackendUnavailable
 from headrace_common.protocol.limits import (
     LEASE_MS,
     MINUTE_MS,
+    NO_TOKENS,
     WEIGHT,
     Bucket,
+    DayTokens,
     RateLimit,
     Rates,
     Reservation,
@@ -19,6 +21,7 @@ from headrace_common.protocol.limits import (
 )
 
 SLACK = 1e-6
+DAY_MS = 86_400_000
 
 
 @dataclass(slots=True)
@@ -30,14 +33,24 @@ class _Usage:
     at: float = 0.0
     duration: float = 0.0
     leases: dict[str, float] = field(default_factory=dict)
+    day: int = 0
+    daily: DayTokens = DayTokens()
 
     def forget(self, rates: Rates, now: float) -> None:
         ms = max(0.0, now - self.at)
         self.requests = _forgotten(self.requests, rates.requests, ms)
         self.tokens = _forgotten(self.tokens, rates.tokens, ms)
         self.at = now
+        if self.day != now // DAY_MS:
+            self.day, self.daily = int(now // DAY_MS), DayTokens()
 
-    def refusal(self, rates: Rates, tokens: int) -> tuple[RateLimit | None, float, float]:
+    def spend(self, tokens: DayTokens) -> None:
+        prompt, output = self.daily.prompt + tokens.prompt, self.daily.output + tokens.output
+        self.daily = DayTokens(max(0, prompt), max(0, output))
+
+    def refusal(
+        self, rates: Rates, tokens: int, daily: DayTokens, now: float
+    ) -> tuple[RateLimit | None, float, float]:
         """The limit with the longest wait, that wait in ms, and the used amount of the limit."""
         found: list[tuple[float, RateLimit, float]] = []
         running = len(self.leases)
@@ -50,6 +63,12 @@ class _Usage:
         ):
             if rate and used + cost > rate + SLACK:
                 found.append((_time_of(used + cost - rate, rate), limit, used))
+        for limit, spent, most, more in (
+            (RateLimit.PROMPT_DAY, self.daily.prompt, rates.prompt_tokens_per_day, daily.prompt),
+            (RateLimit.OUTPUT_DAY, self.daily.output, rates.output_tokens_per_day, daily.output),
+        ):
+            if most and spent + more > most:
+                found.append((DAY_MS - now % DAY_MS, limit, spent))
         if not found:
             return None, 0.0, 0.0
         wait, limit, used = max(found, key=lambda each: each[0])
@@ -64,15 +83,23 @@ class MemoryKeyUsage:
         self._clock = clock
         self._keys: defaultdict[str, _Usage] = defaultdict(_Usage)
 
-    async def reserve(self, key_id: str, request_id: str, rates: Rates, tokens: int) -> Reservation:
+    async def reserve(
+        self,
+        key_id: str,
+        request_id: str,
+        rates: Rates,
+        tokens: int,
+        daily: DayTokens = NO_TOKENS,
+    ) -> Reservation:
         usage, now = self._usage(key_id, rates)
         usage.leases = {rid: lapses for rid, lapses in usage.leases.items() if lapses > now}
         refused, wait, used = None, 0.0, 0.0
         if request_id not in usage.leases:
-            refused, wait, used = usage.refusal(rates, tokens)
+            refused, wait, used = usage.refusal(rates, tokens, daily, now)
             if refused is None:
                 usage.requests += 1
                 usage.tokens += tokens
+                usage.spend(daily)
         if refused is None:
             usage.leases[request_id] = now + LEASE_MS
         return Reservation(
@@ -81,6 +108,7 @@ class MemoryKeyUsage:
             used=math.ceil(used - SLACK),
             requests=_bucket(usage.requests, rates.requests),
             tokens=_bucket(usage.tokens, rates.tokens),
+            day=usage.day,
         )
 
     async def settle(
@@ -94,6 +122,10 @@ class MemoryKeyUsage:
         else:
             usage.requests = max(0.0, usage.requests - 1)
         usage.tokens = max(0.0, usage.tokens + settlement.used - settlement.reserved)
+        usage.spend(settlement.used_daily)
+        if settlement.day == usage.day:
+            reserved = settlement.reserved_daily
+            usage.spend(DayTokens(-reserved.prompt, -reserved.output))
 
     async def renew(self, key_id: str, request_ids: Sequence[str]) -> None:
         self._check()

@@ -21,6 +21,7 @@ from headrace_common.protocol.base import (
     QueueLimits,
     QueuePosition,
     RequestStatus,
+    TenantUse,
 )
 from headrace_common.protocol.failures import failed
 from headrace_common.protocol.frames import (
@@ -30,6 +31,7 @@ from headrace_common.protocol.frames import (
     encode_frame,
 )
 from headrace_common.protocol.journal import rebuild_from
+from headrace_common.protocol.ledger import AttemptUsage
 from headrace_common.protocol.redis.framing import frames_of
 from headrace_common.protocol.requests import check_shard, queue_full
 from headrace_common.wire import keys
@@ -179,10 +181,13 @@ class MemoryGatewayQueue:
         self._backend.check()
         await self._backend.controls[engine_id].add(encode_control(control))
 
-    async def cancel(self, request_id: str, model: str) -> None:
-        owner = self._backend.cancel(_shard(self._backend, request_id, model), request_id)
+    async def cancel(self, request_id: str, model: str, given: int | None = None) -> None:
+        owner = self._backend.cancel(_shard(self._backend, request_id, model), request_id, given)
         if owner:
             await self.send(owner, model, Cancel(request_id=request_id))
+
+    async def note_given(self, request_id: str, model: str, given: int) -> None:
+        self._backend.note_given(_shard(self._backend, request_id, model), request_id, given)
 
     async def forget(self, request_ids: Sequence[str], model: str) -> None:
         for request_id in request_ids:
@@ -331,6 +336,16 @@ class MemoryEngineQueue:
             self._backend.kept[self._model] = (shards, until)
         return max(shards, kept)
 
+    async def tenant_use(self, apart: float) -> TenantUse | None:
+        shard, now = self._backend.shard(self._model, self.shard), self._backend.clock()
+        if abs(now - shard.tallied_at) < apart:
+            return None
+        shard.tallied_at = now
+        return shard.counters.tally()
+
+    async def add_tenant_use(self, uses: Mapping[int, TenantUse]) -> None:
+        self._backend.shard(self._model, self.shard).counters.share(uses)
+
     async def journal(self, request_id: str) -> tuple[ChoiceState, ...] | None:
         return _journal(self._backend, request_id, self._model)
 
@@ -359,9 +374,15 @@ class MemoryEngineQueue:
     async def gateway_alive(self, gateway_id: str) -> bool:
         return self._backend.gateway_alive(gateway_id)
 
-    async def finish(self, request_id: str, attempt: int, outcome: Outcome) -> bool:
-        shard = self._backend.shard(self._model, self.shard)
-        return self._backend.finish(shard, request_id, self.engine_id, attempt, outcome)
+    async def finish(
+        self,
+        request_id: str,
+        attempt: int,
+        outcome: Outcome,
+        usage: AttemptUsage | None = None,
+    ) -> bool:
+        shard, used = self._backend.shard(self._model, self.shard), usage or AttemptUsage()
+        return self._backend.finish(shard, request_id, self.engine_id, attempt, outcome, used)
 
     async def give_back(self, request_ids: Sequence[str]) -> None:
         shard = self._backend.shard(self._model, self.shard)

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from headrace_common.errors import FailureCode
 from headrace_common.protocol.base import MAX_REQUEUES, Outcome, Progress
 from headrace_common.protocol.failures import UNDECIDED
+from headrace_common.protocol.ledger import AttemptUsage
 from headrace_common.wire.keys import GRACE_MS
 from headrace_common.wire.messages import ChoiceState
 
@@ -21,6 +22,7 @@ class Record:
     tokens: int
     prompt_tokens: int
     tenant: str
+    weight: float
     gateway: str
     admitted: float
     attempt: int = 0
@@ -45,6 +47,13 @@ class Record:
     lost_at: float = -math.inf
     anew: int = 0  # how often it was queued again after its end
     given: bool = False  # whether a client was given its outcome
+    key: str = ""
+    adapter: str = ""
+    entered: bool = True  # whether its usage is entered in the ledger
+    entries: int = 0
+    sums: tuple[int, ...] = (0, 0, 0, 0, 0)  # of its entries
+    given_tokens: int | None = None  # as its gateway says
+    usage: dict[int, AttemptUsage] = field(default_factory=dict)  # by attempt
 
     @property
     def ended(self) -> bool:
@@ -73,6 +82,7 @@ class Record:
         self.writer, self.journal, self.executing = "", [], False
         self.progress = self.progress_at_take = 0
         self.placed, self.passes = "", 0
+        self.given_tokens = None
         self.payload, self.admitted, self.anew = payload, now, self.anew + 1
         self.expires = now + left + GRACE_MS / 1000
 

@@ -6,6 +6,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 
 from headrace_common.protocol.base import EngineStatus
+from headrace_common.protocol.ledger import UsageEntry
 
 from .fairness import Counters, FairQueue
 from .placement import Placed
@@ -22,6 +23,7 @@ class Shard:
         self.records: dict[str, Record] = {}
         self.statuses: dict[str, tuple[float, EngineStatus]] = {}
         self.dead_letters: list[tuple[str, str, int]] = []
+        self.ledger: list[UsageEntry] = []
         self.due = {2: 0, 3: 0}
         self.rate = 0.0
         self.rated: float | None = None
@@ -32,6 +34,7 @@ class Shard:
     def clear(self) -> None:
         """Removes all waiting requests and the tenants' counters."""
         self.counters = Counters()
+        self.tallied_at = -math.inf
         self.waiting = {priority: FairQueue(self.counters) for priority in (1, 2, 3)}
         self.placed = Placed()
 

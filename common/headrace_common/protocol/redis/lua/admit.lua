@@ -8,9 +8,10 @@
 --       11 newest attempt seen (-1: first admission), 12 ms to keep after the deadline,
 --       13 payload ("" asks only: a repetition without the cost of sending it),
 --       14 ms to keep the record once it has ended, 15 whether to leave it to another gateway that
---       has it (0/1), or 2: its outcome is of another history than the client's, 16 tenant, 17 most waiting requests of a tenant (0: as many as of all);
---       then nothing, or where to place it: 18 the most load of an engine, of what is its share,
---       19 ms that it waits for its engine, 20 sequences that all engines run at once, and of each
+--       has it (0/1), or 2: its outcome is of another history than the client's, 16 tenant, 17 most waiting requests of a tenant (0: as many as of all),
+--       18 the tenant's weight, 19 its API key, 20 its adapter, 21 the bounds of the ledger (as in ledger.lua; "": it is not entered);
+--       then nothing, or where to place it: 22 the most load of an engine, of what is its share,
+--       23 ms that it waits for its engine, 24 sequences that all engines run at once, and of each
 --       engine, the best one first, its id and the sequences that it runs at once
 -- Result  {admitted} | {attached, owner, attempt, former gateway or ""} | {ended, state, why, outcome, attempt}
 --         | {following, owner, attempt, gateway}
@@ -44,13 +45,13 @@ end
 -- The first of the engines whose load is not more than a little above its share; '' where there is
 -- none (consistent hashing with bounded loads: Mirrokni et al., 2018).
 local function place()
-  if #ARGV < 21 then return '' end
+  if #ARGV < 25 then return '' end
   local by_engine, total = running()
-  local capacity = tonumber(ARGV[20])
+  local capacity = tonumber(ARGV[24])
   total = total + counts.w + 1
-  for i = 21, #ARGV, 2 do
+  for i = 25, #ARGV, 2 do
     local engine, own = ARGV[i], tonumber(ARGV[i + 1])
-    local bound = math.ceil(tonumber(ARGV[18]) * total * own / capacity)
+    local bound = math.ceil(tonumber(ARGV[22]) * total * own / capacity)
     if total <= capacity then bound = math.min(bound, own) end
     local load = by_engine[engine] or 0
     for class = 1, 3 do
@@ -66,7 +67,7 @@ local function note_place(engine, mid, now)
   local list = placed_with(priority, engine)
   redis.call('RPUSH', list, rid)
   redis.call('PEXPIRE', list, FORGET)
-  redis.call('HSET', record, 'pe', engine, 'pu', now + tonumber(ARGV[19]))
+  redis.call('HSET', record, 'pe', engine, 'pu', now + tonumber(ARGV[23]))
   if mid == BLOCKED then redis.call('XADD', KEYS[8], 'MAXLEN', '~', 16, '*', 'r', rid) end
 end
 
@@ -93,7 +94,7 @@ local function go_on(attempt)
   redis.call('DEL', journal)
   redis.call('HSET', record, 'st', 'queued', 'q', ARGV[7], 'mid', queued(),
     'a', math.max(seen, attempt), 'o', '', 'g', gateway, 'gs', '', 'je', '', 'pn', 0, 'pt', 0,
-    'ph', 'w', 'pe', '', 'ps', 0, 'why', '', 'out', '', 't', now_ms(),
+    'ph', 'w', 'pe', '', 'ps', 0, 'why', '', 'out', '', 'og', '', 't', now_ms(),
     'an', tonumber(redis.call('HGET', record, 'an') or 0) + 1)
   local expires = deadline + tonumber(ARGV[12])
   redis.call('PEXPIREAT', record, expires)
@@ -154,9 +155,10 @@ local mid = queued()
 redis.call('HSET', record, 'st', 'queued', 'q', ARGV[7], 'mid', mid, 'a', math.max(seen, 0),
   'o', '', 'g', gateway, 'gs', '', 'je', '', 'f', 0, 'pn', 0, 'pt', 0, 'ph', 'w',
   'fp', fingerprint, 'd', deadline, 'tk', ARGV[5], 'pk', ARGV[6], 'v', ARGV[8], 'tn', tenant,
-  't', now)
+  't', now, 'ki', ARGV[19], 'ad', ARGV[20], 'ul', ARGV[21])
 if engine ~= '' then note_place(engine, mid, now) end
 if ARGV[14] ~= '0' then redis.call('HSET', record, 'kp', ARGV[14]) end
+if ARGV[18] ~= '1' then redis.call('HSET', record, 'wg', ARGV[18]) end
 redis.call('PEXPIREAT', record, expires)
 redis.call('DEL', journal)
 redis.call('SET', payload, ARGV[13], 'PXAT', expires)

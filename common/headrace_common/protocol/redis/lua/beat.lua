@@ -5,9 +5,9 @@
 -- KEYS  1 queue hi, 2 queue n, 3 queue lo, then of each request its record and journal, then those of
 --       tenants.lua
 -- ARGV  1 engine id, 2 ms to keep after the deadline, then for each request: attempt, executing
---       (0/1), number of choices, and for each of those: index of the first token, number of
---       tokens, these (packed, and maybe sealed), how it ended ("" while it runs), their log
---       probabilities ("" none)
+--       (0/1), what the attempt used (as in ledger.lua), number of choices, and for each of those:
+--       index of the first token, number of tokens, these (packed, and maybe sealed), how it ended
+--       ("" while it runs), their log probabilities ("" none)
 -- Result  of each request {missing} | {cancelled} | {stolen} | {owned or expired, gateway, tokens
 --         journaled of each choice ...}; no counts where this engine may not write the journal yet
 --         (RESUME comes first)
@@ -68,20 +68,22 @@ end
 -- Brings the record and the journal of an own request up to date.
 local function renew(record, journal, at, v, result)
   local made, starts = 0, ARGV[at + 1] == '1' and v[11] ~= 'x'
+  local attempt, used = 'u' .. v[3], ARGV[at + 2]
   if v[8] == engine .. '/' .. v[3] then
-    made = write_journal(journal, at + 2, tonumber(v[7]) + grace, result)
+    made = write_journal(journal, at + 3, tonumber(v[7]) + grace, result)
   end
   if made > tonumber(v[9]) then
-    redis.call('HSET', record, 'pn', made, 'ph', starts and 'x' or v[11])
-    charge(v[10] or 'default', OUTPUT * (made - tonumber(v[9])))
+    redis.call('HSET', record, 'pn', made, 'ph', starts and 'x' or v[11], attempt, used)
+    charge(v[10] or 'default', v[12], tonumber(v[9]), made)
   elseif starts then
-    redis.call('HSET', record, 'ph', 'x')
+    redis.call('HSET', record, 'ph', 'x', attempt, used)
   end
 end
 
 local now, at = now_ms(), 3
 for i = 4, #KEYS - 8, 2 do
-  local v = redis.call('HMGET', KEYS[i], 'st', 'o', 'a', 'mid', 'q', 'g', 'd', 'je', 'pn', 'tn', 'ph')
+  local v = redis.call('HMGET', KEYS[i], 'st', 'o', 'a', 'mid', 'q', 'g', 'd', 'je', 'pn', 'tn', 'ph',
+    'wg')
   local why = lost(v, ARGV[at])
   local result = { why }
   if not why then
@@ -91,7 +93,7 @@ for i = 4, #KEYS - 8, 2 do
     mine[#mine + 1] = { i, at, v, result }
   end
   results[#results + 1] = result
-  at = at + 3 + 5 * tonumber(ARGV[at + 2])
+  at = at + 4 + 5 * tonumber(ARGV[at + 3])
 end
 for priority, ids in ipairs(claims) do
   if #ids > 0 then

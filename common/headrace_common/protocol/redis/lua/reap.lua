@@ -3,7 +3,7 @@
 -- An attempt that ran without making a token counts as a failure: from SUSPECT on the request must
 -- run alone, at POISON it is a dead letter. A drain or a lost reply counts nothing.
 -- KEYS  1 stats, 2 dead letters, 3 queue hi, 4 queue n, 5 queue lo, 6 prefix of records,
---       7 of payloads, 8 of journals (see TAKE for the prefixes)
+--       7 of payloads, 8 of journals (see TAKE for the prefixes), 9 ledger
 -- ARGV  1 engine id, 2 most requests, 3 lease (ms), 4 protocol version, 5 may have a suspect (0/1),
 --       6 forget idle consumers (0/1), 7 ms to keep the record of one that ends here
 -- Result  {leases, endings} as TAKE
@@ -27,6 +27,7 @@ local function fail(queue, id, rid, v, why)
   end
   keep_record(record, payload, journal, ttl, redis.call('HGET', record, 'kp'))
   count_ending(stats, now)
+  enter_usage(KEYS[9], record, rid, tonumber(v[4]), now, how('failed', why), 0, true)
   endings[#endings + 1] = { rid, v[4], v[5], why }
 end
 

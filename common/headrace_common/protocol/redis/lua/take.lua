@@ -3,9 +3,9 @@
 -- age. Never waits.
 -- hi before n before lo, but n and lo each get one of SHARE that a class before them got.
 -- KEYS  1 stats, 2 dead letters, 3 wake-ups, 4 queue hi, 5 queue n, 6 queue lo,
---       7 prefix of records, 8 of payloads, 9 of journals, 10 that of placed.lua, then those of
---       charging.lua. Which requests come is known only when they are read, so their keys are made
---       here from the prefixes: same hash tag, same slot.
+--       7 prefix of records, 8 of payloads, 9 of journals, 10 ledger, 11 that of placed.lua, then
+--       those of charging.lua. Which requests come is known only when they are read, so their keys
+--       are made here from the prefixes: same hash tag, same slot.
 -- ARGV  1 engine id, 2 most requests, 3 most prompt tokens (-1: any), 4 protocol version,
 --       5 ms to keep the record of one that ends here
 -- Result  {leases, endings, left}. lease {request id, attempt, gateway, recovered, suspect, payload,
@@ -19,7 +19,7 @@ local room = tonumber(ARGV[3])
 local SHARE = 16
 local now = now_ms()
 local leases, endings, left = {}, {}, {}
-local charged, served = {}, nil -- tenants that were served, and which of them last
+local charged, served = {}, nil -- tokens of the tenants that were served, and which of them last
 
 -- The id just below `id`; if the group has read it last, `id` is next again.
 local function before(id)
@@ -42,6 +42,7 @@ local function fail(queue, priority, id, rid, v, why)
   local record = KEYS[7] .. rid
   redis.call('HSET', record, 'st', 'failed', 'why', why, 'lt', now)
   keep_record(record, KEYS[8] .. rid, KEYS[9] .. rid, ttl, redis.call('HGET', record, 'kp'))
+  enter_usage(KEYS[10], record, rid, tonumber(v[4]), now, how('failed', why), 0, true)
   endings[#endings + 1] = { rid, v[4], v[5], why }
 end
 
@@ -56,13 +57,13 @@ local function lease(priority, id, rid, v, payload)
   -- A first run writes the journal from its start; a later one only after RESUME.
   if attempt == 0 then fields[11], fields[12] = 'je', engine .. '/1' end
   redis.call('HSET', record, unpack(fields))
-  local tenant, tokens = v[9] or 'default', tonumber(v[8])
+  local tenant, tokens = v[9] or 'default', cost(tonumber(v[8]), v[14])
   no_longer_waiting(priority, tenant, v[7])
   unplace(priority, v[10], rid)
   if tokens > 0 then
     used_by[tenant] = used(tenant) + tokens
     set_score(tenant, used_by[tenant])
-    charged[tenant], served = true, tenant
+    charged[tenant], served = (charged[tenant] or 0) + tokens, tenant
   end
   leases[#leases + 1] = { rid, attempt + 1, v[5], attempt > 0 and 1 or 0, 0, payload, placed(v),
     now - tonumber(v[12] or now), tonumber(v[3]) - now }
@@ -191,9 +192,10 @@ if emptied == 3 then
   redis.call('DEL', TENANTS, placed_with(1, engine), placed_with(2, engine), placed_with(3, engine))
 end
 write_counts(stats)
-for tenant in pairs(charged) do
+for tenant, tokens in pairs(charged) do
   local last = tenant == served and '' or tenant
   redis.call('HSET', COUNTERS, tenant, used_by[tenant], last, used_by[tenant])
+  redis.call('HINCRBY', COUNTERS, '+' .. tenant, string.format('%.0f', tokens))
 end
 if #leases > 0 then redis.call('PEXPIRE', COUNTERS, FORGET) end
 return { leases, endings, left }

@@ -1,0 +1,90 @@
+"""What tests prove of each model, as marks at the tests say: the source of the table of models.
+
+`@pytest.mark.proves(WHAT)` says that a test shows that a model can do something, and
+`@pytest.mark.refuses(WHAT)` that an engine refuses it by name. The model is the shape (of
+`checkpoints.SHAPES`) that the test's parameter `name` has, or the parameter that `by` names. Tests
+without such a parameter have `shapes` or `architectures`. WHAT is one of `KINDS`.
+
+The functions named pytest_... make this module a plugin of pytest, which writes down the marks of
+all collected tests.
+"""
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[3]
+TESTS = ROOT / "tests" / "test_engine"
+MARKS = ("proves", "refuses")
+# `tokens` are those of transformers, through a native implementation.
+Kind = Literal["tokens", "native call", "quantised", "ranks", "adapters", "mtp"]
+KINDS: tuple[Kind, ...] = ("tokens", "native call", "quantised", "ranks", "adapters", "mtp")
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class Proof:
+    """One collected test. `model` is a shape's name, or with `published` an architecture's."""
+
+    kind: str
+    works: bool
+    model: str
+    published: bool
+
+
+def proofs() -> set[Proof]:
+    """The proofs of all tests, which are collected by a process of their own and not run."""
+    texts = {file: file.read_text() for file in sorted(TESTS.rglob("test_*.py"))}
+    marked = [file for file, text in texts.items() if any(f".{mark}(" in text for mark in MARKS)]
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder, "proofs.json")
+        command = [sys.executable, "-m", "pytest", "-p", __name__, f"--proofs={file}"]
+        command += ["--collect-only", "--quiet", "-p", "no:cacheprovider"]
+        support = os.pathsep.join((str(ROOT / "tests/support"), os.environ.get("PYTHONPATH", "")))
+        done = subprocess.run(
+            [*command, *map(str, marked)],
+            cwd=ROOT,
+            env={**os.environ, "PYTHONPATH": support},
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        if done.returncode:
+            raise RuntimeError(f"tests cannot be collected:\n{done.stdout}{done.stderr}")
+        return {Proof(*fields) for fields in json.loads(file.read_text())}
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--proofs", help="the file that the proofs of collected tests are written to")
+
+
+def pytest_collection_finish(session: pytest.Session) -> None:
+    found = sorted({proof for item in session.items for proof in _proofs_of(item)})
+    rows = [(each.kind, each.works, each.model, each.published) for each in found]
+    Path(session.config.getoption("--proofs")).write_text(json.dumps(rows))
+
+
+def _proofs_of(item: pytest.Item) -> Iterator[Proof]:
+    for name in MARKS:
+        for mark in item.iter_markers(name):
+            (kind,) = mark.args
+            assert kind in KINDS, f"{item.nodeid}: {kind} is none of {', '.join(KINDS)}"
+            works = name == "proves"
+            for model in mark.kwargs.get("architectures", ()):
+                yield Proof(kind, works, model, published=True)
+            for model in _shapes(item, mark.kwargs):
+                yield Proof(kind, works, model, published=False)
+
+
+def _shapes(item: pytest.Item, options: Mapping[str, Any]) -> tuple[str, ...]:
+    if "architectures" in options or "shapes" in options:
+        return tuple(options.get("shapes", ()))
+    assert isinstance(item, pytest.Function)
+    return (str(item.callspec.params[options.get("by", "name")]),)
