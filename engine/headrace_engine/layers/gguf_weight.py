@@ -6,11 +6,15 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from .quantized_weight import QuantizedWeight
+
 if TYPE_CHECKING:
     from gguf.constants import GGMLQuantizationType
 
 # Elements that are in memory as float32 at a time.
 CHUNK = 1 << 22
+# Types whose blocks are a float16 scale and integers: bits, bytes of a block, zero point.
+_INTEGERS = {"Q8_0": (8, 34, 128), "Q4_0": (4, 18, 8)}
 
 
 @dataclass(frozen=True)
@@ -27,6 +31,20 @@ class GGUFWeight:
 
     def rows(self, start: int, stop: int | None, step: int = 1) -> "GGUFWeight":
         return replace(self, blocks=self.blocks[start:stop:step])
+
+    def quantized(self) -> QuantizedWeight | None:
+        """The same values as integers in groups of 32 with one zero point; None for other types."""
+        if self.kind not in _INTEGERS:
+            return None
+        bits, size, zero = _INTEGERS[self.kind]
+        blocks = self.blocks.reshape(len(self.blocks), -1, size)
+        scales, stored = blocks[..., :2].contiguous().view(torch.float16)[..., 0], blocks[..., 2:]
+        if bits == 8:
+            values = stored ^ 128  # from two's complement to numbers above a zero point of 128
+        else:
+            values = torch.cat((stored & 15, stored >> 4), dim=-1)
+        zeros = torch.full(scales.shape, float(zero))
+        return QuantizedWeight(values.flatten(1).contiguous(), scales.float(), zeros, None, bits)
 
     def dequantize(self, dtype: torch.dtype = torch.float32) -> torch.Tensor:
         """[out, in]: exact in float32, and rounded from there."""

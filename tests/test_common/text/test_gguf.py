@@ -261,6 +261,9 @@ def test_embeddings_are_needed_for_every_token(tmp_path: Path) -> None:
     without = write_gguf(tmp_path / "n.gguf", values, {"a": np.zeros((2, 2), dtype=np.float32)})
     with pytest.raises(TokenizerError, match="the tensor token_embd.weight is missing"):
         read_files(without)
+    empty = write_gguf(tmp_path / "e.gguf", values, {"a": np.zeros((0, 2), dtype=np.float32)})
+    with pytest.raises(TokenizerError, match="a has no elements"):
+        read_files(empty)
 
 
 def replaced(at: int, code: str, *values: int) -> Callable[[bytes], bytes]:

@@ -11,13 +11,14 @@ from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
 from gguf.quants import dequantize
 
 from headrace_common.text.gguf.header import TYPES
-from headrace_engine import LLM, SamplingParams
+from headrace_engine import LLM, SamplingParams, attention
 from headrace_engine.checkpoints.checkpoint import load_checkpoint
 from headrace_engine.checkpoints.gguf_tensors import BLOCKS, GGUFTensors
 from headrace_engine.core.errors import CheckpointError, ConfigError
 from headrace_engine.engine.engine import Engine
 from headrace_engine.layers import gguf_weight
 from headrace_engine.layers.gguf_weight import GGUFWeight
+from headrace_engine.model_loader import loader
 from headrace_engine.model_loader.describe_model import describe
 from headrace_testing.checkpoints import Reference
 from headrace_testing.engines import cpu_backends, engine_config, greedy, make_runner, request, run
@@ -93,6 +94,43 @@ def test_8_bits_are_a_choice(tmp_path: Path) -> None:
     options = {"attention_backend": "cpu", "quantization": "int8"}
     engine = Engine(engine_config(file, **options), make_runner(file, **options))
     assert len(run(engine, [request("r", (5, 6, 7), greedy(4))])["r", 0].token_ids) == 4
+
+
+@pytest.mark.parametrize("kind", ["Q8_0", "Q4_0"])
+def test_operators_with_integers_keep_them(
+    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On GPUs; here in Triton's interpreter. The output matrix and V have another type, so they
+    and the matrices that are stacked with V become floats."""
+    pytest.importorskip("triton")
+    from headrace_engine.attention.triton import TritonBackend
+    from headrace_engine.operators.packed_linear import PackedWeightLinear
+    from headrace_engine.operators.triton import TritonOps
+
+    monkeypatch.setattr(attention, "select", lambda *_: TritonBackend((9, 0)))
+    monkeypatch.setattr(loader, "make_ops", lambda *_: TritonOps())
+    monkeypatch.setitem(MIXES, kind, (kind, "Q5_0"))
+    small = {"hidden_size": 64, "intermediate_size": 96, "head_dim": 16, "num_hidden_layers": 1}
+    file, whole = save_gguf(tmp_path, "llama", mix(kind), **small)
+    (path,) = Reference(whole).clear_paths(1, 2)
+    runner = make_runner(file, attention_backend="auto")
+    layer = runner.model._layers[0]  # type: ignore[attr-defined]
+    assert isinstance(layer.o, PackedWeightLinear) and not isinstance(layer.qkv, PackedWeightLinear)
+    engine = Engine(engine_config(file), runner)
+    output = run(engine, [request("r", path.prompt, greedy(2))])["r", 0]
+    assert tuple(output.token_ids) == path.output
+
+
+@pytest.mark.parametrize("kind", ["Q8_0", "Q4_0"])
+def test_integers_have_the_values_of_their_blocks(kind: str) -> None:
+    block, size = BLOCKS[kind]
+    drawn = np.random.default_rng(1).integers(0, 256, (5, 3 * size), dtype=np.uint8)
+    drawn.reshape(5, 3, size)[..., 1] = 40  # a scale that is a number
+    weight = GGUFWeight(torch.from_numpy(drawn), kind, 3 * block)
+    found = weight.quantized()
+    assert found is not None and found.shape == weight.shape
+    assert torch.equal(found.dequantize(), weight.dequantize())
+    assert GGUFWeight(torch.from_numpy(drawn), "Q4_1", 3 * block).quantized() is None
 
 
 def test_transformers_reads_the_same(tmp_path: Path) -> None:
