@@ -119,7 +119,10 @@ def test_a_gguf_file_of_the_hub_is_fetched_by_its_name(tmp_path: Path) -> None:
         code, found = checked(f"{REPOSITORY}/Q8_0.gguf", **on_hub(hub, tmp_path))
         assert found["tokenizer"] == ("ok", "260 tokens")
         assert found["engine"][1].startswith("LlamaForCausalLM: native")
+        pulled = models("pull", f"{REPOSITORY}/Q8_0.gguf", "--json", **on_hub(hub, tmp_path))
     assert code == 0 and "Q4_K_M.gguf" not in hub.fetched
+    assert json.loads(pulled.stdout)["folder"].endswith("/Q8_0.gguf")
+    assert json.loads(pulled.stdout)["bytes"] == len(content)
 
 
 def test_the_only_gguf_file_of_a_repository_needs_no_name(tmp_path: Path) -> None:
