@@ -196,6 +196,7 @@ def test_the_configuration_has_the_words_of_published_ones(tmp_path: Path) -> No
 def test_a_folder_with_one_file_is_that_file(tmp_path: Path) -> None:
     path = demo_file(tmp_path)
     (tmp_path / "mmproj-model.gguf").write_bytes(b"an encoder of pictures")
+    (tmp_path / "imatrix.gguf").write_bytes(b"how activations are distributed")
     assert read_files(tmp_path).origin == str(path)
     assert default_name(str(path)) == "model"
 
@@ -234,6 +235,8 @@ def test_a_missing_file_is_not_a_hub_id(tmp_path: Path) -> None:
         ({"llama__attention__value_length": 8}, "value_length must be the width of a head"),
         ({"llama__rope__scaling__type": "su"}, "scaling.type must be none, linear or yarn"),
         ({"llama__logit_scale": 2.0}, "llama.logit_scale is not supported"),
+        ({"llama__attention__causal": False}, "attention.causal must be true"),
+        ({"llama__expert_gating_func": 2}, r"expert_gating_func must be 1 \(softmax\), not 2"),
         ({"split__count": 3}, "is one of 3 parts of a model: join them"),
         ({"general__alignment": 4}, "general.alignment must be a multiple of 8, not 4"),
     ],

@@ -20,13 +20,18 @@ _UNSUPPORTED = (
     "attention.scale",
     "attention.sliding_window",
     "embedding_scale",
+    "expert_group_count",
     "expert_weights_scale",
     "logit_scale",
     "residual_scale",
+    "rope.dimension_sections",
     "rope.scaling.attn_factor",
     "rope.scaling.yarn_attn_factor",
+    "rope.scaling.yarn_ext_factor",
     "rope.scaling.yarn_log_multiplier",
 )
+# The number of the function that makes scores of a router's logits.
+_SOFTMAX = 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,9 +65,7 @@ def make_config(header: Header) -> dict[str, Any]:
     family = FAMILIES.get(name)
     if family is None:
         raise metadata.error("general.architecture", f"one of {', '.join(FAMILIES)}")
-    for key in _UNSUPPORTED:
-        if f"{name}.{key}" in metadata:
-            raise TokenizerError(f"{metadata.path}: {name}.{key} is not supported")
+    _refuse_others(metadata, name)
     experts = metadata.count(f"{name}.expert_count", 0)
     if experts and name == "llama":
         family = _MIXTRAL
@@ -100,6 +103,17 @@ def make_config(header: Header) -> dict[str, Any]:
     if types:
         config["quantization_config"] = {"quant_method": "gguf", "types": types}
     return config
+
+
+def _refuse_others(metadata: Metadata, name: str) -> None:
+    """Raises TokenizerError for keys of models that compute otherwise."""
+    for key in _UNSUPPORTED:
+        if f"{name}.{key}" in metadata:
+            raise TokenizerError(f"{metadata.path}: {name}.{key} is not supported")
+    if not metadata.flag(f"{name}.attention.causal", True):
+        raise metadata.error(f"{name}.attention.causal", "true: encoders are not read")
+    if metadata.integer(f"{name}.expert_gating_func", _SOFTMAX) != _SOFTMAX:
+        raise metadata.error(f"{name}.expert_gating_func", f"{_SOFTMAX} (softmax)")
 
 
 def _experts(metadata: Metadata, name: str, family: Family, count: int) -> dict[str, Any]:

@@ -16,8 +16,8 @@ from .tokenizer import (
 )
 
 SUFFIX = ".gguf"
-# Vision encoders lie beside the models that they belong to.
-_NO_MODEL = "mmproj"
+# Vision encoders, and statistics for quantising, lie beside the models that they belong to.
+_NO_MODEL = ("mmproj", "imatrix")
 
 
 def is_gguf(path: Path) -> bool:
@@ -37,7 +37,8 @@ def find_gguf(folder: Path) -> Path | None:
 
 def only_model(where: str, names: Iterable[str]) -> str | None:
     """The one of the names that is a model in GGUF; None if none is. Raises TokenizerError."""
-    found = sorted(name for name in names if name.endswith(SUFFIX) and _NO_MODEL not in name)
+    files = sorted(name for name in names if name.endswith(SUFFIX))
+    found = [name for name in files if not any(part in name for part in _NO_MODEL)]
     if len(found) > 1:
         raise TokenizerError(
             f"{where} has {len(found)} GGUF files: name one of them, as in {where}/{found[0]}. "
