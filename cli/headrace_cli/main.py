@@ -106,7 +106,7 @@ def options(
 def up(
     context: typer.Context,
     model: Annotated[
-        str, typer.Option(help="Folder, hub id, or the bundled demo model.")
+        str, typer.Option(help="Folder, GGUF file, hub id, or the bundled demo model.")
     ] = DEMO_MODEL,
     served_model_name: Annotated[
         str | None, typer.Option(help="Name that clients use; default: the model's last part.")
@@ -247,7 +247,7 @@ def chat(
 @app.command(epilog="Example: headrace doctor --model Qwen/Qwen3-0.6B")
 def doctor(
     model: Annotated[
-        str, typer.Option(help="Folder, hub id, or the bundled demo model.")
+        str, typer.Option(help="Folder, GGUF file, hub id, or the bundled demo model.")
     ] = DEMO_MODEL,
     host: Annotated[str, typer.Option(help="Address of the API.")] = "127.0.0.1",
     port: Annotated[int, typer.Option(min=1, max=65535, help="Port of the API.")] = 8000,

@@ -36,7 +36,8 @@ from headrace_common.protocol.redis.live import RedisSnapshotWriter
 from headrace_common.protocol.redis.registry import RedisModelRegistry
 from headrace_common.protocol.redis.sharded_engine import ShardedEngineQueue
 from headrace_common.sealing.keyring_file import KeyringFile
-from headrace_common.text.checkpoint import CheckpointFiles, TokenizerError
+from headrace_common.text.checkpoint import CheckpointFiles
+from headrace_common.text.errors import TokenizerError
 from headrace_common.text.tokenizer import Tokenizer
 from headrace_common.wire import keys
 

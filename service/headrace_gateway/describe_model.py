@@ -1,6 +1,6 @@
 """Prints as JSON how a gateway would serve a checkpoint, from its files:
 
-    python -m headrace_gateway.describe_model FOLDER
+    python -m headrace_gateway.describe_model FOLDER_OR_GGUF
 
 `problem` is the reason why no gateway serves it, else null.
 """

@@ -104,8 +104,8 @@ class GatewaySettings(BaseSettings):
     )
     model: str | None = Field(
         None,
-        description="folder of a checkpoint, its hub id, or headrace-demo; beside the models that "
-        "engines register",
+        description="folder of a checkpoint, GGUF file, hub id, or headrace-demo; beside the "
+        "models that engines register",
     )
     served_model_name: ModelName | None = Field(
         None, description="name that clients use; default: the folder's, or the hub id's last part"

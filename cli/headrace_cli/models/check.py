@@ -10,7 +10,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from headrace_common.text.checkpoint import TokenizerError, resolve
+from headrace_common.text.checkpoint import resolve
+from headrace_common.text.errors import TokenizerError
 
 from ..doctor.checks import hardware
 from ..doctor.checks import model as files

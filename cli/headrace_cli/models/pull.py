@@ -9,8 +9,9 @@ from fnmatch import fnmatch
 from pathlib import Path
 
 from headrace_common.text.checkpoint import MODEL_FILES
+from headrace_common.text.gguf.hub import fetch, hub_file
+from headrace_common.text.hub_errors import transport_errors
 
-from ..doctor.checks.model import transport_errors
 from ..errors import CliError, UsageError
 from ..tables import Output
 
@@ -23,7 +24,8 @@ def run_pull(model: str, revision: str | None, output: Output) -> None:
         raise UsageError(f"{model} is a folder on this machine", "a hub id is pulled: ORG/NAME")
     bars_on_a_terminal_alone()
     folder = _fetch(model, revision)
-    size = sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
+    paths = [folder] if folder.is_file() else folder.rglob("*")
+    size = sum(path.stat().st_size for path in paths if path.is_file())
     output.show_line({"model": model, "folder": str(folder), "bytes": size}, str(folder))
 
 
@@ -47,7 +49,10 @@ def _fetch(model: str, revision: str | None) -> Path:
     )
 
     unreachable: tuple[type[Exception], ...] = (LocalEntryNotFoundError, *transport_errors())
+    named = hub_file(model)
     try:
+        if named is not None:
+            return fetch(*named, revision)
         return Path(snapshot_download(model, revision=revision, allow_patterns=list(MODEL_FILES)))
     except GatedRepoError as error:
         raise CliError(

@@ -25,7 +25,8 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from ..errors import HeadraceError
 from .bounded_templates import is_bounded
-from .checkpoint import CHAT_TEMPLATE_FILE, CheckpointFiles, TokenizerError, read_files
+from .checkpoint import CHAT_TEMPLATE_FILE, CheckpointFiles, read_files
+from .errors import TokenizerError
 from .tokenizer import Tokenizer
 
 MAX_RENDERED_CHARS = 16 * 2**20

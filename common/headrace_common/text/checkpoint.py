@@ -1,7 +1,7 @@
 """Finds and reads a checkpoint's small files: tokenizer and configuration, no weights.
 
 They are in a folder, in a hub repository that is downloaded on demand, or in one of the bundled
-demo models.
+demo models. A GGUF file has the same in its metadata.
 """
 
 import json
@@ -11,7 +11,9 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
-from ..errors import HeadraceError
+from .errors import HubUnreachable, ModelNotFound, TokenizerError
+from .gguf.files import SUFFIX, find_gguf, is_gguf, read_gguf_files
+from .gguf.hub import fetch, fetch_only, hub_file
 
 DEMO_MODEL, DEMO_EMBEDDINGS = "headrace-demo", "headrace-demo-embeddings"
 # Folders of the models that are part of the package.
@@ -30,24 +32,6 @@ TOKENIZER_FILES = (
 MODEL_FILES = ("*.json", "*.safetensors", "tokenizer.model", "*.jinja", "*.txt")
 # All TOKENIZER_FILES together. The largest tokenizers of open models have 35 MB.
 MAX_FILES_BYTES = 128 * 2**20
-
-
-class TokenizerError(HeadraceError):
-    """A tokenizer's file is missing or cannot be read; the message names it."""
-
-    code = "tokenizer_invalid"
-
-
-class ModelNotFound(TokenizerError):
-    """There is no such folder, and the hub has no such repository."""
-
-    code = "model_not_found"
-
-
-class HubUnreachable(TokenizerError):
-    """The hub does not answer, and nothing of the repository is cached."""
-
-    code = "hub_unreachable"
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,33 +69,48 @@ class CheckpointFiles:
 
 
 def read_files(source: str | Path, revision: str | None = None) -> CheckpointFiles:
-    """Reads the files that `resolve` finds. Raises TokenizerError, also above MAX_FILES_BYTES."""
-    folder = resolve(source, revision)
-    paths = [path for name in TOKENIZER_FILES if (path := folder / name).is_file()]
+    """Reads the files that `resolve` finds; those of a GGUF file are made from its metadata.
+
+    Raises TokenizerError, also above MAX_FILES_BYTES.
+    """
+    found = resolve(source, revision)
+    if is_gguf(found):
+        contents = read_gguf_files(found)
+        _check_size(found, sum(map(len, contents.values())))
+        return CheckpointFiles(str(found), contents)
+    paths = [path for name in TOKENIZER_FILES if (path := found / name).is_file()]
     try:
-        size = sum(path.stat().st_size for path in paths)
-        if size > MAX_FILES_BYTES:
-            raise TokenizerError(
-                f"{folder}: its tokenizer and configuration files have {size} bytes, over the "
-                f"limit of {MAX_FILES_BYTES}"
-            )
+        _check_size(found, sum(path.stat().st_size for path in paths))
         contents = {path.name: path.read_bytes() for path in paths}
     except OSError as error:
-        raise TokenizerError(f"{folder}: {error}") from error
-    return CheckpointFiles(str(folder), contents)
+        raise TokenizerError(f"{found}: {error}") from error
+    return CheckpointFiles(str(found), contents)
+
+
+def _check_size(found: Path, size: int) -> None:
+    if size > MAX_FILES_BYTES:
+        raise TokenizerError(
+            f"{found}: its tokenizer and configuration files have {size} bytes, over the limit of "
+            f"{MAX_FILES_BYTES}"
+        )
 
 
 def resolve(source: str | Path, revision: str | None = None) -> Path:
-    """The folder with the tokenizer's files, which are downloaded first if `source` is a hub id.
+    """The folder with the tokenizer's files, or the model's GGUF file; they are downloaded first if
+    `source` is a hub id, or names a GGUF file of one (ORG/NAME/FILE.gguf).
 
     DEMO_MODEL and DEMO_EMBEDDINGS are the bundled models' names. Raises ModelNotFound if there is
-    no such folder or hub repository, HubUnreachable if the hub cannot be reached.
+    no such folder or hub repository, HubUnreachable if the hub cannot be reached, TokenizerError if
+    a folder has several models.
     """
-    folder = Path(local_source(str(source))).expanduser()
-    if folder.is_dir():
-        return folder
-    if folder.is_absolute() or str(source).startswith((".", "~")) or str(source).count("/") > 1:
-        raise ModelNotFound(f"{source}: no such folder")
+    path = Path(local_source(str(source))).expanduser()
+    if path.is_dir():
+        return find_gguf(path) or path
+    if is_gguf(path):
+        return path
+    is_path = path.is_absolute() or str(source).startswith((".", "~"))
+    if is_path or (str(source).count("/") > 1 and hub_file(str(source)) is None):
+        raise ModelNotFound(f"{source}: no such folder or GGUF file")
     return _download(str(source), revision)
 
 
@@ -130,15 +129,27 @@ def _download(repository: str, revision: str | None) -> Path:
     from huggingface_hub.errors import (
         HfHubHTTPError,
         HFValidationError,
+        RemoteEntryNotFoundError,
         RepositoryNotFoundError,
         RevisionNotFoundError,
     )
 
     try:
-        return Path(
+        named = hub_file(repository)
+        if named is not None:
+            return fetch(*named, revision)
+        folder = Path(
             snapshot_download(repository, revision=revision, allow_patterns=list(TOKENIZER_FILES))
         )
-    except (HFValidationError, RepositoryNotFoundError, RevisionNotFoundError) as error:
+        if (folder / "tokenizer.json").is_file():
+            return folder
+        return find_gguf(folder) or fetch_only(repository, revision) or folder
+    except (
+        HFValidationError,
+        RemoteEntryNotFoundError,
+        RepositoryNotFoundError,
+        RevisionNotFoundError,
+    ) as error:
         raise ModelNotFound(
             f"{repository}: neither a folder here nor a repository that the hub gives: "
             f"{_sentence(error)}"
@@ -156,8 +167,9 @@ def _sentence(error: Exception) -> str:
 
 
 def default_name(model: str) -> str:
-    """A model's default name for clients: the folder's name or the hub id's last part."""
-    return model.rstrip("/").rsplit("/", 1)[-1]
+    """A model's default name for clients: that of the folder or GGUF file, or the hub id's last
+    part."""
+    return model.rstrip("/").rsplit("/", 1)[-1].removesuffix(SUFFIX)
 
 
 def is_cross_encoder(config: Mapping[str, Any]) -> bool:

@@ -17,7 +17,8 @@ from typing import Any
 import tokenizers
 from tokenizers import AddedToken
 
-from .checkpoint import CheckpointFiles, TokenizerError, read_files
+from .checkpoint import CheckpointFiles, read_files
+from .errors import TokenizerError
 from .long_text import PIECE_CHARS, pieces
 
 SPECIAL_NAMES = (

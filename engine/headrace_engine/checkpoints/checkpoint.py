@@ -1,16 +1,21 @@
-"""A model's folder: finds it, reads its JSON files and refuses what must not be loaded.
+"""A model's folder or GGUF file: finds it, reads its JSON files or metadata, and refuses what must
+not be loaded.
 
 Runs no code of a checkpoint and unpickles nothing. Other modules interpret the fields for an
 architecture.
 """
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from headrace_common.text.checkpoint import MODEL_FILES, is_cross_encoder
+from headrace_common.text.errors import TokenizerError
+from headrace_common.text.gguf.files import find_gguf, is_gguf, read_gguf_configs
+from headrace_common.text.gguf.hub import fetch, fetch_only, hub_file
 
 from ..core.errors import CheckpointError, CheckpointNotFound, ConfigError
 
@@ -19,11 +24,16 @@ JsonObject = Mapping[str, Any]
 
 @dataclass(frozen=True, slots=True)
 class Checkpoint:
-    """A model's folder with its parsed JSON files."""
+    """A model's folder with its parsed JSON files. Instead of a folder it may be a GGUF file, whose
+    metadata says the same."""
 
     folder: Path
     config: JsonObject
     generation_config: JsonObject
+
+    @property
+    def is_gguf(self) -> bool:
+        return is_gguf(self.folder)
 
     @property
     def architecture(self) -> str:
@@ -79,11 +89,18 @@ class Checkpoint:
 
 
 def load_checkpoint(model: str, revision: str | None = None) -> Checkpoint:
-    """Opens a folder or a hub id.
+    """Opens a folder, a GGUF file or a hub id.
 
     Raises CheckpointError for a file that is missing or broken.
     """
-    folder = _find_folder(model, revision)
+    try:
+        folder = _find_folder(model, revision)
+        file = folder if is_gguf(folder) else find_gguf(folder)
+        if file is not None:
+            _, config, generation_config = read_gguf_configs(file)
+            return Checkpoint(file, config, generation_config)
+    except TokenizerError as error:
+        raise CheckpointError(str(error)) from error
     config = read_json(folder / "config.json")
     generation = folder / "generation_config.json"
     return Checkpoint(folder, config, read_json(generation) if generation.is_file() else {})
@@ -116,13 +133,27 @@ def _load_json(path: Path) -> Any:
 
 def _find_folder(model: str, revision: str | None) -> Path:
     folder = Path(model).expanduser()
-    if folder.is_dir():
+    if folder.is_dir() or is_gguf(folder):
         return folder
-    if folder.exists() or model.startswith((".", "/", "~")) or model.count("/") > 1:
+    is_path = folder.exists() or model.startswith((".", "/", "~"))
+    if is_path or (model.count("/") > 1 and hub_file(model) is None):
         raise CheckpointNotFound(
-            f"model {model!r} is not a folder: give the folder of a checkpoint, or a hub id"
+            f"model {model!r} is not a folder: give the folder of a checkpoint, a GGUF file, or a "
+            "hub id"
         )
-    return download(model, revision, MODEL_FILES)
+    with _hub_errors(model):
+        return _fetch(model, revision)
+
+
+def _fetch(model: str, revision: str | None) -> Path:
+    """Fetches a hub id's checkpoint, or the GGUF file that is named or the only one."""
+    named = hub_file(model)
+    if named is not None:
+        return fetch(*named, revision)
+    folder = download(model, revision, MODEL_FILES)
+    if any(folder.glob("*.safetensors")) or find_gguf(folder) is not None:
+        return folder
+    return fetch_only(model, revision) or folder
 
 
 def download(model: str, revision: str | None, files: Sequence[str]) -> Path:
@@ -130,8 +161,16 @@ def download(model: str, revision: str | None, files: Sequence[str]) -> Path:
 
     Raises CheckpointError.
     """
-    try:
+    with _hub_errors(model):
         from huggingface_hub import snapshot_download
+
+        return Path(snapshot_download(model, revision=revision, allow_patterns=list(files)))
+
+
+@contextmanager
+def _hub_errors(model: str) -> Iterator[None]:
+    """Raises CheckpointError in place of the errors of the hub's client."""
+    try:
         from huggingface_hub.errors import (
             HfHubHTTPError,
             HFValidationError,
@@ -142,7 +181,7 @@ def download(model: str, revision: str | None, files: Sequence[str]) -> Path:
             f"model {model!r} is not a folder, and a hub id needs the package huggingface_hub"
         ) from error
     try:
-        return Path(snapshot_download(model, revision=revision, allow_patterns=list(files)))
+        yield
     except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
         raise CheckpointNotFound(
             f"model {model!r} is neither a folder nor can it be fetched from the hub: {error}"

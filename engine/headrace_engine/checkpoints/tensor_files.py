@@ -1,55 +1,57 @@
-"""The tensors of a checkpoint's safetensors files, memory-mapped, by their stored names.
+"""The stored tensors of a checkpoint by their published names: of safetensors or of a GGUF file.
 
-Headers are read and checked first; a tensor's bytes are read when it is loaded. Pickled weights are
-refused: loading one can run code.
+Headers are read and checked first; a tensor's bytes are read when it is loaded.
 """
 
-from collections.abc import Iterable
-from dataclasses import dataclass
-from functools import cache
+from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Protocol
 
 import torch
-from safetensors import SafetensorError, safe_open
 
-from ..core.errors import CheckpointError
-from .checkpoint import read_json
-from .loading import FileRange, LoadProgress, ReadAhead, data_ranges
+from headrace_common.text.gguf.files import is_gguf
 
-INDEX_FILE = "model.safetensors.index.json"
-SINGLE_FILE = "model.safetensors"
+from .gguf_tensors import GGUFTensors
+from .loading import FileRange, LoadProgress, ReadAhead
+from .safetensors_folder import INDEX_FILE, SINGLE_FILE, SafetensorsFolder
+from .tensor_info import Shape, TensorInfo
 
-Shape = tuple[int, ...]
+__all__ = ["INDEX_FILE", "SINGLE_FILE", "Shape", "TensorFiles", "TensorInfo", "scan"]
 
 
-@dataclass(frozen=True, slots=True)
-class TensorInfo:
-    """A stored tensor's file, shape and dtype."""
+class TensorStore(Protocol):
+    """Files of one format."""
 
-    file: Path
-    shape: Shape
-    dtype: str
+    @property
+    def tensors(self) -> Mapping[str, TensorInfo]: ...
+
+    def ranges(self, names: Iterable[str]) -> Mapping[str, FileRange]:
+        """The place of each of these tensors."""
+
+    def load(self, name: str) -> torch.Tensor:
+        """A tensor, as a view of the mapped file where that is possible. One that is quantised in a
+        GGUF file is given as uint8 [rows, bytes of a row]."""
 
 
 class TensorFiles:
-    """A checkpoint's stored tensors. Raises CheckpointError for files that are missing or
-    broken."""
+    """A checkpoint's stored tensors. `folder` is the folder, or the GGUF file.
+
+    Raises CheckpointError for files that are missing or broken.
+    """
 
     def __init__(self, folder: Path, progress: LoadProgress | None = None) -> None:
         self.folder = folder
-        self.tensors = scan(folder)
+        self._store = _open(folder)
+        self.tensors = self._store.tensors
         self._progress = progress
         self._ahead: ReadAhead | None = None
         self._ranges: dict[str, FileRange] = {}
         self._left: set[str] = set()
-        self._opened = cache(_open)
 
     def plan(self, names: Iterable[str]) -> None:
         """Begins to read ahead these tensors, which will be loaded roughly in this order."""
         wanted = list(dict.fromkeys(names))
-        for file in {self.tensors[name].file for name in wanted}:
-            self._ranges |= data_ranges(file)
+        self._ranges |= self._store.ranges(wanted)
         ranges = [self._ranges[name] for name in wanted]
         self._left = set(wanted)
         if self._progress is not None:
@@ -57,12 +59,8 @@ class TensorFiles:
         self._ahead = ReadAhead(ranges)
 
     def load(self, name: str) -> torch.Tensor:
-        """Loads a stored tensor as a view of the mapped file."""
-        info = self.tensors[name]
-        try:
-            tensor: torch.Tensor = self._opened(info.file).get_tensor(name)
-        except (OSError, SafetensorError) as error:
-            raise CheckpointError(f"{info.file}: {name} cannot be read: {error}") from error
+        """Loads a stored tensor as a view of the mapped file where that is possible."""
+        tensor = self._store.load(name)
         self._count(name)
         return tensor
 
@@ -78,68 +76,10 @@ class TensorFiles:
             self._ahead.advance(length)
 
 
-def scan(folder: Path) -> dict[str, TensorInfo]:
-    """Every tensor of a checkpoint by name, from the headers of its safetensors files."""
-    found: dict[str, TensorInfo] = {}
-    for file in _files(folder):
-        for name, info in _header(file).items():
-            if name in found:
-                raise CheckpointError(
-                    f"{file}: {name} is also in {found[name].file}: remove one of the files"
-                )
-            found[name] = info
-    return found
+def scan(folder: Path) -> Mapping[str, TensorInfo]:
+    """Every tensor of a checkpoint by name, from the headers of its files."""
+    return _open(folder).tensors
 
 
-def _header(file: Path) -> dict[str, TensorInfo]:
-    try:
-        opened = _open(file)
-        return {name: _info(file, opened.get_slice(name)) for name in opened.keys()}
-    except FileNotFoundError as error:
-        raise CheckpointError(
-            f"{file} is missing, but {INDEX_FILE} names it: copy all files of the checkpoint"
-        ) from error
-    except (OSError, SafetensorError) as error:
-        raise CheckpointError(f"{file} is not a readable safetensors file: {error}") from error
-
-
-def _open(file: Path) -> Any:
-    return safe_open(file, framework="pt")
-
-
-def _info(file: Path, header: Any) -> TensorInfo:
-    return TensorInfo(file, tuple(header.get_shape()), str(header.get_dtype()))
-
-
-def _files(folder: Path) -> list[Path]:
-    index = folder / INDEX_FILE
-    if index.is_file():
-        return _indexed(index)
-    if (folder / SINGLE_FILE).is_file():
-        return [folder / SINGLE_FILE]
-    pickles = sorted(
-        path.name for pattern in ("*.bin", "*.pt", "*.pth") for path in folder.glob(pattern)
-    )
-    if pickles:
-        raise CheckpointError(
-            f"{folder / pickles[0]} is a pickle, which can run code when it is loaded; save the "
-            "model with safetensors (transformers: model.save_pretrained(folder))"
-        )
-    raise CheckpointError(
-        f"{folder / SINGLE_FILE} is missing: a checkpoint needs its weights as safetensors"
-    )
-
-
-def _indexed(index: Path) -> list[Path]:
-    weight_map = read_json(index).get("weight_map")
-    if not isinstance(weight_map, dict) or not weight_map:
-        raise CheckpointError(f"{index}: weight_map must be an object that names files")
-    names = set(weight_map.values())
-    for name in names:
-        plain = isinstance(name, str) and name.endswith(".safetensors") and Path(name).name == name
-        if not plain:
-            raise CheckpointError(
-                f"{index}: weight_map names {name!r:.80}; only safetensors files beside the index "
-                "are allowed"
-            )
-    return [index.parent / name for name in sorted(names)]
+def _open(folder: Path) -> TensorStore:
+    return GGUFTensors(folder) if is_gguf(folder) else SafetensorsFolder(folder)

@@ -1,6 +1,6 @@
 """Prints as JSON how an engine would serve a checkpoint, without its weights:
 
-    python -m headrace_engine.model_loader.describe_model FOLDER
+    python -m headrace_engine.model_loader.describe_model FOLDER_OR_GGUF
 
 `problem` is the reason why no engine serves it, else null. Whether a model without a native
 implementation is served at all is known only once transformers has loaded it.
@@ -66,7 +66,7 @@ def describe(checkpoint: Checkpoint) -> Description:
     try:
         config = ModelConfig.from_hf(checkpoint)
     except ConfigError as error:
-        if quantized:
+        if quantized or checkpoint.is_gguf:
             raise
         return replace(found, note=str(error))
     rope, positions = config.rope, config.max_position_embeddings

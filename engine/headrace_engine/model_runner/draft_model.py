@@ -1,16 +1,18 @@
 """The draft model: a smaller checkpoint with the target's vocabulary and its own KV cache."""
 
-import json
 import logging
 from dataclasses import replace
 
 import torch
 from torch.nn import functional as F
 
+from headrace_common.text.checkpoint import read_files
+from headrace_common.text.errors import TokenizerError
+
 from ..checkpoints.checkpoint import load_checkpoint
 from ..core.attention_backend import LayerCache
 from ..core.config import EngineConfig
-from ..core.errors import ConfigError
+from ..core.errors import CheckpointError, ConfigError
 from ..core.step_plan import SampleRow, SchedulerOutput
 from ..model_loader.loader import place_model
 from ..sampling.random_sampling import make_random_sampler
@@ -131,8 +133,9 @@ def _check_vocabularies(config: EngineConfig, model: str, revision: str | None) 
 
 def _vocabulary(model: str, revision: str | None) -> object:
     """The tokens and ids of tokenizer.json; None if the checkpoint has no such file."""
-    file = load_checkpoint(model, revision).folder / "tokenizer.json"
-    if not file.exists():
-        return None
-    found: object = json.loads(file.read_bytes()).get("model", {}).get("vocab")
+    try:
+        files = read_files(load_checkpoint(model, revision).folder)
+        found: object = files.json("tokenizer.json").get("model", {}).get("vocab")
+    except TokenizerError as error:
+        raise CheckpointError(str(error)) from error
     return found

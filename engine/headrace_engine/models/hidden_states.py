@@ -69,8 +69,8 @@ class HiddenStateReader(WeightReader):
     def whole_shape(self, name: str) -> Shape:
         return tuple(self._eye.shape) if name == HEAD else super().whole_shape(name)
 
-    def _load(self, name: str) -> torch.Tensor:
-        return self._eye if name == HEAD else super()._load(name)
+    def _load(self, name: str, dtype: torch.dtype) -> torch.Tensor:
+        return self._eye if name == HEAD else super()._load(name, dtype)
 
 
 def without_head(config: ModelConfig) -> ModelConfig:

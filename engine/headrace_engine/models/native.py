@@ -37,6 +37,7 @@ from .layout import TensorLayout
 from .linear.linear_maker import NO_INT8, QuantizedOps, computes_natively
 from .parallel import WeightCuts
 from .quantization.base import QuantizedFormat
+from .quantization.gguf import GGUF
 from .quantization.registry import find_format
 from .registry import LoadedModel, LoadOptions
 from .weights.kv_scales import read_kv_scales
@@ -67,8 +68,11 @@ def load(checkpoint: Checkpoint, options: LoadOptions) -> LoadedModel:
     if options.cache_dtype is not None and not dummy:
         config = _with_kv_scales(config, checkpoint, layout)
     stored = find_format(checkpoint, options.quantization, options.device)
+    if isinstance(stored, GGUF):
+        stored = _gguf(stored, options)
     if options.deterministic:
-        float8 = stored is not None and not stored.integer_weights
+        floats = stored is not None and not stored.integer_weights
+        float8 = floats and not isinstance(stored, GGUF)
         check_deterministic(config, options, _is_fused(config, options), float8)
     eight = options.quantization == "int8" or (stored is not None and stored.integer_weights)
     with LoadProgress() as progress:
@@ -93,6 +97,14 @@ def load(checkpoint: Checkpoint, options: LoadOptions) -> LoadedModel:
         bare = _make(without_head(config), states, options, length, eight)
         found = HiddenStates(bare, config.vocab_size)
         return LoadedModel(found, length, config.windows, config.chunked)
+
+
+def _gguf(stored: GGUF, options: LoadOptions) -> GGUF:
+    kept = ["Q8_0", "Q4_0"] if isinstance(options.ops, QuantizedOps) else []
+    whole = [kind for kind in stored.types if kind not in kept]
+    if whole:
+        logger.info("GGUF matrices are dequantised at load", extra={"types": whole})
+    return stored.packed() if kept else stored
 
 
 def _with_head(

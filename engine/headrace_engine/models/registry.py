@@ -112,6 +112,11 @@ def load_model(config: EngineConfig, checkpoint: Checkpoint, options: LoadOption
             f"speculative_config.method {options.draft_head.method} needs a native model, and "
             f"{name} is none: use method ngram or draft_model"
         )
+    if wanted == "transformers" and checkpoint.is_gguf:
+        raise ConfigError(
+            f"model_implementation transformers does not read GGUF, which {checkpoint.folder} is: "
+            "use auto or native"
+        )
     if wanted == "native" and name not in NATIVE:
         raise ConfigError(
             f"model_implementation native has no {name}; it has {', '.join(NATIVE)}. "
@@ -127,7 +132,8 @@ def load_model(config: EngineConfig, checkpoint: Checkpoint, options: LoadOption
     except ConfigError as error:
         # transformers would refuse these too, with a less precise message.
         quantized = options.quantization != "none" or checkpoint.quantization_config
-        if wanted == "native" or quantized or name in RECURRENT or _is_bound(options):
+        unread = quantized or checkpoint.is_gguf
+        if wanted == "native" or unread or name in RECURRENT or _is_bound(options):
             raise
         logger.warning("native model refused, transformers is used", extra={"reason": str(error)})
         return _loader(TRANSFORMERS)(checkpoint, options)

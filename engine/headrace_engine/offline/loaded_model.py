@@ -57,6 +57,10 @@ class LoadedModel:
         self._checkpoint = load_checkpoint(self.config.model, self.config.revision)
         if self._options.hf_overrides:
             found = self._checkpoint
+            if found.is_gguf:
+                raise ConfigError(
+                    f"hf_overrides changes a config.json, which {found.folder} does not have"
+                )
             self._overridden = OverriddenCheckpoint(
                 found.folder, found.config, self._options.hf_overrides
             )

@@ -37,7 +37,7 @@ class EngineSettings(BaseSettings):
     )
     sealing_keys_file: sealing.KeysFile = None
     sealing_mode: sealing.Mode = "require"
-    model: str = Field(description="folder of a checkpoint, its hub id, or headrace-demo")
+    model: str = Field(description="folder of a checkpoint, GGUF file, hub id, or headrace-demo")
     revision: str | None = Field(None, description="revision of the hub id, preferably a commit")
     served_model_name: str | None = Field(
         None, max_length=MAX_ID_CHARS, description="name that clients use; default: the model's"

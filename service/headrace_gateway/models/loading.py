@@ -8,12 +8,8 @@ from pathlib import Path
 from headrace_common.errors import SettingsError
 from headrace_common.protocol.registry import Files, RegisteredModel, digest_of
 from headrace_common.text.chat_template import ChatTemplateError, find_chat_template
-from headrace_common.text.checkpoint import (
-    CheckpointFiles,
-    TokenizerError,
-    is_cross_encoder,
-    read_files,
-)
+from headrace_common.text.checkpoint import CheckpointFiles, is_cross_encoder, read_files
+from headrace_common.text.errors import TokenizerError
 from headrace_common.text.tokenizer import Tokenizer
 
 from ..settings import GatewaySettings

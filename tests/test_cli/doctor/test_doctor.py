@@ -19,6 +19,7 @@ from headrace_cli.doctor.checks import engine, environment, hardware, model, net
 from headrace_cli.doctor.checks.finding import Finding, Level
 from headrace_cli.errors import UsageError
 from headrace_engine.kernels.cpu.build import library_path
+from headrace_testing.gguf_files import sentencepiece_values, write_tokenizer_gguf
 
 
 def only(findings: Iterable[Finding]) -> Finding:
@@ -122,17 +123,37 @@ def test_a_missing_path_is_not_a_hub_id(path: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "remedy"), [("tiny.gguf", "engines do not read GGUF"), ("w.bin", "folder")]
+    ("name", "message"),
+    [("tiny.gguf", "tiny.gguf is cut short"), ("w.bin", "w.bin is a file: give the folder")],
 )
 def test_a_file_is_not_a_model(
-    name: str, remedy: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    name: str, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A file is refused even if it is named like a model of the hub."""
     monkeypatch.chdir(tmp_path)
     Path(name).write_bytes(b"GGUF")
 
-    with pytest.raises(UsageError, match=f"{name} is a file: .*{remedy}"):
+    with pytest.raises(UsageError, match=message):
         model.refuse_unusable(name)
+
+
+def test_a_gguf_file_is_a_model(tmp_path: Path) -> None:
+    file = write_tokenizer_gguf(tmp_path / "Q8_0.gguf", sentencepiece_values({"a": -1.0}))
+
+    for each in (file, tmp_path):
+        found = only(model.check(str(each)))
+        assert found.level is Level.OK
+        assert found.detail == f"{file}: LlamaForCausalLM, float32, 0 MiB"
+        assert model.weight_bytes(str(each)) == file.stat().st_size
+
+
+def test_of_several_gguf_files_one_must_be_named(tmp_path: Path) -> None:
+    for name in ("Q4_K_M", "Q8_0"):
+        write_tokenizer_gguf(tmp_path / f"{name}.gguf", sentencepiece_values({"a": -1.0}))
+
+    with pytest.raises(UsageError, match=r"has 2 GGUF files: .*Q4_K_M.gguf, Q8_0.gguf"):
+        model.refuse_unusable(str(tmp_path))
+    assert model.weight_bytes(str(tmp_path)) is None
 
 
 def test_a_hub_id_out_of_reach_is_reported(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -22,6 +22,8 @@ from headrace_cli.models import check
 from headrace_common.text.checkpoint import demo_folder
 from headrace_testing.checkpoints import save_checkpoint
 from headrace_testing.fake_hub import FakeHub
+from headrace_testing.gguf_checkpoints import save_gguf
+from headrace_testing.gguf_files import sentencepiece_values, write_tokenizer_gguf
 
 REPOSITORY = "team/tiny"
 
@@ -92,6 +94,43 @@ def test_the_demo_model_is_native_and_chats() -> None:
     assert found["tool calls"] == ("ok", "hermes")
     assert found["reasoning"] == ("ok", "qwen3")
     assert "KV 3.5 KiB a token, 7.0 MiB for a whole context" in found["size"][1]
+
+
+@pytest.mark.usefixtures("ask_here")
+def test_a_gguf_file_is_checked(tmp_path: Path) -> None:
+    file, _ = save_gguf(tmp_path, "qwen3", lambda _: "Q8_0")
+    code, found = checked_here(file)
+
+    assert code == 0
+    assert found["engine"][1].startswith("Qwen3ForCausalLM: native, bfloat16")
+    assert found["quantisation"] == ("ok", "gguf")
+    assert found["tokenizer"][0] == "ok"
+
+
+def test_a_gguf_file_of_the_hub_is_fetched_by_its_name(tmp_path: Path) -> None:
+    file = write_tokenizer_gguf(tmp_path / "a.gguf", sentencepiece_values({"a": -1.0}))
+    content = file.read_bytes()
+    files = {"Q4_K_M.gguf": content, "Q8_0.gguf": content, "config.json": b"{}"}
+    with FakeHub(REPOSITORY, files) as hub:
+        code, found = checked(REPOSITORY, **on_hub(hub, tmp_path))
+        assert code == 1
+        assert "has 2 GGUF files: name one of them" in found["model"][1]
+        assert "There are Q4_K_M.gguf, Q8_0.gguf" in found["model"][1]
+        code, found = checked(f"{REPOSITORY}/Q8_0.gguf", **on_hub(hub, tmp_path))
+        assert found["tokenizer"] == ("ok", "260 tokens")
+        assert found["engine"][1].startswith("LlamaForCausalLM: native")
+        pulled = models("pull", f"{REPOSITORY}/Q8_0.gguf", "--json", **on_hub(hub, tmp_path))
+    assert code == 0 and "Q4_K_M.gguf" not in hub.fetched
+    assert json.loads(pulled.stdout)["folder"].endswith("/Q8_0.gguf")
+    assert json.loads(pulled.stdout)["bytes"] == len(content)
+
+
+def test_the_only_gguf_file_of_a_repository_needs_no_name(tmp_path: Path) -> None:
+    file = write_tokenizer_gguf(tmp_path / "a.gguf", sentencepiece_values({"a": -1.0}))
+    with FakeHub(REPOSITORY, {"only.gguf": file.read_bytes(), "config.json": b"{}"}) as hub:
+        code, found = checked(REPOSITORY, **on_hub(hub, tmp_path))
+    assert code == 0
+    assert found["tokenizer"] == ("ok", "260 tokens")
 
 
 @pytest.mark.usefixtures("ask_here")

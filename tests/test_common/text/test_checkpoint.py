@@ -10,10 +10,10 @@ from headrace_common.text.checkpoint import (
     DEMO_EMBEDDINGS,
     DEMO_MODEL,
     CheckpointFiles,
-    TokenizerError,
     read_files,
     resolve,
 )
+from headrace_common.text.errors import TokenizerError
 from headrace_common.text.tokenizer import Tokenizer
 from headrace_testing.tokenizers import byte_level_tokenizer, write_checkpoint
 

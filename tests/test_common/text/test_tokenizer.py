@@ -10,7 +10,7 @@ import pytest
 from tokenizers import processors
 from transformers import AutoTokenizer
 
-from headrace_common.text.checkpoint import ModelNotFound, TokenizerError
+from headrace_common.text.errors import ModelNotFound, TokenizerError
 from headrace_common.text.tokenizer import Tokenizer
 from headrace_testing.tokenizers import (
     byte_level_tokenizer,
@@ -146,7 +146,8 @@ def test_a_missing_folder_is_not_a_hub_id(tmp_path: Path) -> None:
 def test_a_hub_that_does_not_answer_is_one_line_of_error(tmp_path: Path) -> None:
     """Runs in a separate process, since the hub's client reads its environment only once."""
     ask = (
-        "from headrace_common.text.checkpoint import HubUnreachable, resolve\n"
+        "from headrace_common.text.checkpoint import resolve\n"
+        "from headrace_common.text.errors import HubUnreachable\n"
         "try:\n    resolve('nobody/nothing')\n"
         "except HubUnreachable as error:\n    print(error.code, error)"
     )

@@ -15,9 +15,9 @@ from headrace_common.text.checkpoint import (
     CHAT_TEMPLATE_FILE,
     DEMO_MODEL,
     CheckpointFiles,
-    TokenizerError,
     demo_folder,
 )
+from headrace_common.text.errors import TokenizerError
 from headrace_engine.serving.model_registration import (
     CHECK_S,
     RETRY_S,

@@ -3,12 +3,14 @@
 import json
 import re
 from collections.abc import Iterator
-from importlib import import_module
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 from headrace_common.text.checkpoint import local_source
+from headrace_common.text.errors import TokenizerError
+from headrace_common.text.gguf.files import find_gguf, is_gguf, read_gguf_configs
+from headrace_common.text.gguf.hub import hub_file
+from headrace_common.text.hub_errors import transport_errors
 
 from ...errors import UsageError
 from .finding import Finding, Level, fail, ok, warning
@@ -19,7 +21,6 @@ _HUB_SECONDS = 5.0
 # not a tensor.
 _HEADER_BYTES = 100_000_000
 _METADATA = "__metadata__"
-_NO_GGUF = "engines do not read GGUF: use the checkpoint with *.safetensors that it was made from"
 _TO_SAFETENSORS = "convert them to *.safetensors, or take another revision of the model"
 # A model that begins like this can only be a folder.
 _PATHS = (".", "~", "/")
@@ -27,18 +28,25 @@ _PATHS = (".", "~", "/")
 
 def check(model: str) -> Iterator[Finding]:
     folder = _folder(model)
-    if folder is not None:
+    try:
+        file = _gguf(model)
+    except TokenizerError as error:
+        yield fail("model", str(error), "give the file's path")
+        return
+    if file is not None:
+        yield from _check_gguf(file)
+    elif folder is not None:
         yield from _check_folder(folder)
     elif _is_file(model):
-        remedy = _NO_GGUF if model.endswith(".gguf") else "give the folder that it is in"
-        yield fail("model", f"{model} is a file", remedy)
+        yield fail("model", f"{model} is a file", "give the folder that it is in")
     elif _is_hub_id(model):
         yield from _check_hub(model)
     else:
         yield fail(
             "model",
             f"{model} is neither a folder nor a hub id",
-            "give the folder with config.json and *.safetensors, or an id such as Qwen/Qwen3-0.6B",
+            "give the folder with config.json and *.safetensors, a GGUF file, or an id such as "
+            "Qwen/Qwen3-0.6B",
         )
 
 
@@ -52,15 +60,26 @@ def refuse_unusable(model: str) -> None:
 
 
 def weight_bytes(model: str) -> int | None:
-    """The size of the safetensors files; None if they are not on this machine."""
+    """The size of the safetensors files, or of the GGUF file; None if they are not on this
+    machine."""
+    try:
+        file = _gguf(model)
+    except TokenizerError:
+        return None
+    if file is not None:
+        return file.stat().st_size
     folder = _folder(model) or (_cached(model) if _is_hub_id(model) else None)
     if folder is None:
         return None
+    if is_gguf(folder):
+        return folder.stat().st_size
     return sum(path.stat().st_size for path in folder.glob("*.safetensors")) or None
 
 
 def _is_hub_id(model: str) -> bool:
-    return _HUB_ID.fullmatch(model) is not None and not model.startswith(_PATHS)
+    if model.startswith(_PATHS):
+        return False
+    return _HUB_ID.fullmatch(model) is not None or hub_file(model) is not None
 
 
 def _is_file(model: str) -> bool:
@@ -70,6 +89,27 @@ def _is_file(model: str) -> bool:
 def _folder(model: str) -> Path | None:
     path = Path(local_source(model)).expanduser()
     return path if path.is_dir() else None
+
+
+def _gguf(model: str) -> Path | None:
+    """The GGUF file that `model` is, or that its folder has instead of safetensors. Raises
+    TokenizerError if the folder has several."""
+    path, folder = Path(model).expanduser(), _folder(model)
+    if folder is not None:
+        return find_gguf(folder)
+    return path if is_gguf(path) else None
+
+
+def _check_gguf(file: Path) -> Iterator[Finding]:
+    try:
+        _, config, _ = read_gguf_configs(file)
+    except TokenizerError as error:
+        yield fail("model", str(error), "take another file of this model")
+        return
+    types = config.get("quantization_config", {}).get("types", [config["dtype"]])
+    size = file.stat().st_size / 2**20
+    architecture = config["architectures"][0]
+    yield ok("model", f"{file}: {architecture}, {', '.join(types)}, {size:.0f} MiB")
 
 
 def _check_folder(folder: Path) -> Iterator[Finding]:
@@ -135,18 +175,13 @@ def _whole_bytes(path: Path) -> int:
     return 8 + length + max(ends, default=0)
 
 
-def transport_errors() -> tuple[type[Exception], ...]:
-    """The errors of the HTTP libraries that versions of huggingface-hub use."""
-    found = (import_module(name) for name in ("httpx", "httpx2") if find_spec(name) is not None)
-    return OSError, *(module.HTTPError for module in found)
-
-
 def _check_hub(model: str) -> Iterator[Finding]:
     """Checks a hub id, which is usable if its files are cached or the hub has it."""
-    if cached := _cached(model):
-        yield from _check_folder(cached)
+    cached, named = _cached(model), hub_file(model)
+    if cached is not None:
+        yield from check(str(cached))
         return
-    problem = _hub_problem(model)
+    problem = _hub_problem(model if named is None else named[0])
     if problem is None:
         yield warning(
             "model", f"{model} is on the hub, not here", "it is downloaded at first start"
@@ -156,16 +191,21 @@ def _check_hub(model: str) -> Iterator[Finding]:
 
 
 def _cached(model: str) -> Path | None:
+    """The folder, or the named GGUF file, in the cache of huggingface-hub; None if it is not
+    there."""
     try:
         from huggingface_hub import try_to_load_from_cache
         from huggingface_hub.errors import HFValidationError
     except ImportError:
         return None  # the check of the packages reports it
     try:
-        found = try_to_load_from_cache(model, "config.json")
+        named = hub_file(model)
+        found = try_to_load_from_cache(*(named or (model, "config.json")))
     except HFValidationError:
         return None
-    return Path(found).parent if isinstance(found, str) else None
+    if not isinstance(found, str):
+        return None
+    return Path(found) if named is not None else Path(found).parent
 
 
 def _hub_problem(model: str) -> str | None:

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch.nn.utils.rnn import pad_sequence
 
-from headrace_common.text.checkpoint import TokenizerError
+from headrace_common.text.errors import TokenizerError
 from headrace_common.text.tokenizer import Tokenizer
 
 from ...checkpoints.checkpoint import Checkpoint, read_json

@@ -9,10 +9,11 @@ import torch
 from ...checkpoints.tensor_files import Shape, TensorFiles
 from ...core.errors import CheckpointError
 from ...layers.float8_weight import Float8Weight
+from ...layers.gguf_weight import GGUFWeight
 from ...layers.mxfp4_weight import MXFP4Weight
 from ...layers.quantized_weight import QuantizedWeight, contiguous_groups
 
-StoredWeight = QuantizedWeight | Float8Weight | MXFP4Weight
+StoredWeight = QuantizedWeight | Float8Weight | MXFP4Weight | GGUFWeight
 FLOATS = ("F16", "BF16", "F32")
 
 

@@ -12,6 +12,7 @@ from .base import QuantizedFormat
 from .compressed_tensors import CompressedTensors
 from .fp8 import FP8
 from .fp8_on_load import FP8OnLoad
+from .gguf import GGUF
 from .gptq import GPTQ
 from .mxfp4 import MXFP4
 
@@ -21,6 +22,7 @@ FORMATS: Mapping[str, Callable[[Fields], QuantizedFormat]] = {
     "compressed-tensors": CompressedTensors,
     "fp8": FP8,
     "mxfp4": MXFP4,
+    "gguf": GGUF,
 }
 
 

@@ -76,7 +76,7 @@ class RandomReader(WeightReader):
             return None
         return round_weight(self.stack(wanted))
 
-    def _load(self, name: str) -> torch.Tensor:
+    def _load(self, name: str, dtype: torch.dtype) -> torch.Tensor:
         shape = self._expected[name]
         made = torch.empty(shape, dtype=self.dtype, device=self.device)
         if len(shape) == 1 and "norm" in name:

@@ -22,6 +22,7 @@ from ...checkpoints.tensor_files import (
 from ...core.errors import CheckpointError
 from ...layers.float8_weight import Float8Weight
 from ...layers.float8_weight import stack as stack_float8
+from ...layers.gguf_weight import GGUFWeight
 from ...layers.mxfp4_weight import MXFP4Weight
 from ...layers.mxfp4_weight import stack as stack_mxfp4
 from ...layers.quantized_weight import QuantizedWeight, stack
@@ -154,7 +155,8 @@ class WeightReader:
 
     def read_float32(self, name: str) -> torch.Tensor:
         """A tensor in float32, since its values need more precision than the model's dtype has."""
-        return self._part(name).to(device=self.device, dtype=torch.float32, copy=True)
+        part = self._part(name, torch.float32)
+        return part.to(device=self.device, dtype=torch.float32, copy=True)
 
     def view(self, name: str) -> torch.Tensor:
         """A tensor for reading only: pages of the mapped file if no conversion is needed."""
@@ -202,16 +204,19 @@ class WeightReader:
             parts.append(weight if self._cuts is None else self._cuts.quantized(name, weight))
         return parts
 
-    def _part(self, name: str) -> torch.Tensor:
-        """This rank's part; reads only its own pages of unquantised tensors."""
-        whole = self._load(name)
+    def _part(self, name: str, dtype: torch.dtype | None = None) -> torch.Tensor:
+        """This rank's part; reads only its own pages of unquantised tensors. `dtype` is the one
+        that it will have, if that is not the reader's."""
+        whole = self._load(name, dtype or self.dtype)
         return whole if self._cuts is None else self._cuts.tensor(name, whole)
 
-    def _load(self, name: str) -> torch.Tensor:
+    def _load(self, name: str, dtype: torch.dtype) -> torch.Tensor:
         piece = self._locate(name)
         if not self._is_quantized(piece.stored):
             return piece.of(self._files.load(piece.stored))
-        return self._unpack(piece).dequantize()
+        weight = self._unpack(piece)
+        # Of a GGUF file's matrices, only a part is in memory as float32.
+        return weight.dequantize(dtype) if isinstance(weight, GGUFWeight) else weight.dequantize()
 
     def _unpack(self, piece: Piece) -> StoredWeight:
         """The rows of a piece, from its unpacked matrix."""
