@@ -49,8 +49,8 @@ FREE = ("empty", "new_empty", "empty_like", "empty_strided", "new_empty_strided"
 
 
 class _MetaReader(RandomReader):
-    def _load(self, name: str) -> torch.Tensor:
-        return torch.empty(self._expected[name], dtype=self.dtype, device=META)
+    def _load(self, name: str, dtype: torch.dtype) -> torch.Tensor:
+        return torch.empty(self._expected[name], dtype=dtype, device=META)
 
 
 class HostCalls(TorchFunctionMode):

@@ -1,6 +1,6 @@
 """Loads a decoder together with its draft head."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -222,7 +222,7 @@ def _embedding(reader: WeightReader, shared: torch.Tensor) -> torch.Tensor:
 
 
 def _token_ids(
-    folder: Path, stored: dict[str, TensorInfo], config: EagleConfig, device: torch.device
+    folder: Path, stored: Mapping[str, TensorInfo], config: EagleConfig, device: torch.device
 ) -> torch.Tensor | None:
     """The target's ids of the head's tokens. The tensor D2T has the target's id minus the head's
     for each token."""
@@ -256,7 +256,7 @@ class _MTPPaths:
         names: MTPNames,
         config: ModelConfig,
         source: HeadSource,
-        stored: dict[str, TensorInfo],
+        stored: Mapping[str, TensorInfo],
     ) -> None:
         self._names, self._source, self._config = names, source, config
         self._prefix = names.prefix.format(config.num_layers)
@@ -297,7 +297,7 @@ class _MTPPaths:
             return prefix + name
         return name
 
-    def _if_stored(self, name: str, shared: str, stored: dict[str, TensorInfo]) -> str | None:
+    def _if_stored(self, name: str, shared: str, stored: Mapping[str, TensorInfo]) -> str | None:
         """The tensor's name within the layer; None if it is absent or equals the shared one."""
         name = f"{name}.weight"
         if self.locate(name).stored not in stored:
