@@ -5,7 +5,8 @@
 Starts `headrace up` with the demo model and loads it with `headrace bench`, in turns with and
 without a page that shows the live view. The server's processes have the machine's first core; the
 load and the browser have the others, as they are on other machines in production. Prints the ratios
-of the pairs, and the frames that the browser drew a second. Needs Chromium
+of the pairs, in tokens a second and in processor time of the server's processes (which a noisy
+machine disturbs less), and the frames that the browser drew a second. Needs Chromium
 (`make system-packages`).
 """
 
@@ -35,28 +36,43 @@ COUNT_FRAMES = """() => {
 
 
 @dataclass(frozen=True, slots=True)
-class Pair:
-    """One round: tokens a second without and with the page; frames a second of the page, and the
-    longest time between two of the 99 % closest ones, in milliseconds."""
+class Run:
+    """One run: output tokens a second, and microseconds of the server's processors a token."""
 
-    alone: float
-    watched: float
+    speed: float
+    cpu: float
+
+
+@dataclass(frozen=True, slots=True)
+class Pair:
+    """One round: a run without and one with the page; frames a second of the page, and the longest
+    time between two of the 99 % closest ones, in milliseconds."""
+
+    alone: Run
+    watched: Run
     frames: float
     gap_p99_ms: float
 
-    @property
-    def ratio(self) -> float:
-        return self.watched / self.alone
 
-
-def load(url: str, options: argparse.Namespace, folder: Path) -> float:
-    """Output tokens a second of one run."""
+def load(up: UpProcess, options: argparse.Namespace, folder: Path) -> Run:
     report = folder / "report.json"
-    command = [sys.executable, "-m", "headrace_cli", "bench", "--url", url, "--warmup", "0"]
+    command = [sys.executable, "-m", "headrace_cli", "bench", "--url", up.url, "--warmup", "0"]
     command += ["--concurrency", str(options.sequences), "--requests", str(options.requests)]
     command += ["--prompt-tokens", "16-64", "--output-tokens", "128-256", "--out", str(report)]
+    before = cpu_seconds(up)
     subprocess.run(command, check=True, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-    return float(json.loads(report.read_text())["output_tokens_per_s"])
+    spent = cpu_seconds(up) - before
+    speed, seconds = (
+        float(json.loads(report.read_text())[name])
+        for name in ("output_tokens_per_s", "duration_s")
+    )
+    return Run(speed, 1e6 * spent / (speed * seconds))
+
+
+def cpu_seconds(up: UpProcess) -> float:
+    """Processor time that the server's processes have used."""
+    times = [process.cpu_times() for process in up.children()]
+    return sum(each.user + each.system for each in times)
 
 
 def drawn(page: Page) -> tuple[float, float]:
@@ -74,9 +90,9 @@ def pairs(options: argparse.Namespace, folder: Path) -> list[Pair]:
         os.sched_setaffinity(0, others or {first})
         up.until_served()
         with chromium() as browser:
-            load(up.url, options, folder)
+            load(up, options, folder)
             for number in range(options.rounds):
-                measured: dict[bool, float] = {}
+                measured: dict[bool, Run] = {}
                 frames = (0.0, 0.0)
                 for watched in (number % 2 == 0, number % 2 == 1):
                     page = browser.new_page(viewport={"width": 1280, "height": 900})
@@ -84,21 +100,30 @@ def pairs(options: argparse.Namespace, folder: Path) -> list[Pair]:
                         page.goto(f"{up.url}/#live")
                         page.locator(".engine").first.wait_for()
                         page.evaluate(COUNT_FRAMES)
-                    measured[watched] = load(up.url, options, folder)
+                    measured[watched] = load(up, options, folder)
                     if watched:
                         frames = drawn(page)
                     page.close()
                 found.append(Pair(measured[False], measured[True], *frames))
-                print(f"round {number + 1}/{options.rounds}: {found[-1].ratio:.3f}", flush=True)
+                print(f"round {number + 1}/{options.rounds}", flush=True)
     return found
 
 
 def show(found: list[Pair]) -> None:
     table = Table("", "median", "rounds")
     for name, values, form in (
-        ("tokens/s without the page", [each.alone for each in found], "{:.0f}"),
-        ("tokens/s with the page", [each.watched for each in found], "{:.0f}"),
-        ("with / without", [each.ratio for each in found], "{:.3f}"),
+        ("tokens/s without the page", [each.alone.speed for each in found], "{:.0f}"),
+        (
+            "tokens/s with it / without",
+            [each.watched.speed / each.alone.speed for each in found],
+            "{:.3f}",
+        ),
+        ("µs a token without the page", [each.alone.cpu for each in found], "{:.1f}"),
+        (
+            "µs a token with it / without",
+            [each.watched.cpu / each.alone.cpu for each in found],
+            "{:.3f}",
+        ),
         ("frames a second", [each.frames for each in found], "{:.1f}"),
         ("99 % of frames within, ms", [each.gap_p99_ms for each in found], "{:.1f}"),
     ):
