@@ -48,7 +48,7 @@ def bad_bodies() -> list[BadBody]:
         *_lists(),
         *_grammars(),
         *_chats(),
-        *_absent_paths(),
+        *_refused_paths(),
     ]
 
 
@@ -215,6 +215,9 @@ def _chats() -> list[BadBody]:
     ]
 
 
-def _absent_paths() -> list[BadBody]:
-    paths = ("/v1/load_lora_adapter", "/update_weights", "/admin", "/v1/../../etc/passwd")
-    return [BadBody(f"path {path}", b"{}", path=path, status=404) for path in paths]
+def _refused_paths() -> list[BadBody]:
+    paths = ("/update_weights", "/admin", "/v1/../../etc/passwd")
+    return [
+        *(BadBody(f"path {path}", b"{}", path=path, status=404) for path in paths),
+        BadBody("adapter that is not allowed", b"{}", path="/v1/load_lora_adapter", status=403),
+    ]

@@ -313,7 +313,7 @@ async def test_an_impossible_deadline_is_refused(gateway: Gateway, value: str) -
     ("method", "path", "status"),
     [
         ("GET", "/nowhere", 404),
-        ("POST", "/v1/load_lora_adapter", 404),
+        ("POST", "/v1/load_lora_adapter", 403),
         ("POST", "/v1/chat/completions/", 404),
         ("GET", CHAT, 405),
         ("DELETE", "/v1/models", 405),
