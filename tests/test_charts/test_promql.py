@@ -45,6 +45,8 @@ from headrace_testing.stack import MODEL, EngineProcess, GatewayProcess, Stack
 RULES = Path(__file__).resolve().parents[2] / "charts" / "headrace" / "rules" / "alerts.yaml"
 ABSENT = {
     names.ENGINE_SPEC_TOKENS: "the engine does not speculate",
+    names.ENGINE_KV_SHARED: "the engine shares no KV",
+    names.ENGINE_KV_SHARED_BLOCKS: "the engine shares no KV",
     names.QUEUE_REDELIVERIES: "there is no series before the first redelivery",
     names.GATEWAY_OPEN_REFUSED: "no tenant has too many open requests",
 }

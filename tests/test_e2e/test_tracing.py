@@ -24,7 +24,7 @@ RARE |= {names.GATEWAY_GRAMMAR_CHECKS}
 # Counters of features that are off.
 RARE |= {names.GATEWAY_API_KEYS, names.GATEWAY_API_KEYS_CURRENT, names.GATEWAY_UNAUTHORIZED}
 RARE |= {names.GATEWAY_OPEN_REFUSED}
-RARE |= {names.ENGINE_SPEC_TOKENS}
+RARE |= {names.ENGINE_SPEC_TOKENS, names.ENGINE_KV_SHARED, names.ENGINE_KV_SHARED_BLOCKS}
 
 
 @pytest.fixture(scope="module")
