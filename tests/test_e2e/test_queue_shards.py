@@ -120,12 +120,13 @@ def waits(stack: Stack) -> list[int]:
 
 
 def left_behind(stack: Stack) -> list[str]:
-    """The keys of the upper shards that belong to requests, except records that will expire."""
+    """The keys of the upper shards that belong to requests, except records that will expire and the
+    ledger."""
     found: list[str] = []
     with redis.Redis.from_url(stack.redis_url, decode_responses=True) as client:
         for names in upper_shards():
             empty = [queue for queue in names.queues if client.xlen(queue) == 0]
-            kept = {names.stats, names.wakeups, names.counters, *empty}
+            kept = {names.stats, names.wakeups, names.counters, names.ledger, *empty}
             there = set(client.scan_iter(f"*{names.tag}*", 10_000))
             found += [key for key in there - kept if not is_ended(client, names, key)]
     return found

@@ -20,8 +20,16 @@ def _e2e(*names: str) -> tuple[str, ...]:
 TOGETHER: Mapping[str, tuple[str, ...]] = {
     "forked": (
         "test_chaos/test_faults.py",
-        *_e2e("checkpoints", "costly_grammars", "discovery", "lora", "placement", "policies"),
-        *_e2e("previous_release", "proxies", "queue_shards", "reasoning", "resume", "sdk_tours"),
+        *_e2e("adapter_rounds", "checkpoints", "costly_grammars", "discovery", "lora", "placement"),
+        *_e2e(
+            "policies",
+            "previous_release",
+            "proxies",
+            "queue_shards",
+            "reasoning",
+            "resume",
+            "sdk_tours",
+        ),
         *_e2e("sealing", "speculation", "streams", "structured_outputs", "termination", "tools"),
     ),
     "served": _e2e("debug", "demo_model", "examples", "readme", "terminal", "up"),

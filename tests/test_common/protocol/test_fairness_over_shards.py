@@ -226,3 +226,20 @@ async def test_one_engine_at_a_time_reads_what_tenants_have_used(over_redis: Ove
     assert first is not None and first.tokens == {"x": 3, "y": 3}
     assert await queues[1].tenant_use(60.0) is None
     assert await queues[1].tenant_use(0.0) == first
+
+
+async def test_an_exchange_may_end_between_two_beats() -> None:
+    backend = InMemory(3)
+    engine = ShardedEngineQueue(
+        lambda number: MemoryEngineQueue(backend.store, "e", MODEL, shard=number),
+        3,
+        share_every=0.0,
+    )
+    await engine.start()
+    beats = []
+    for _ in range(50):
+        beats.append(asyncio.create_task(engine.beat((), make_status())))
+        await asyncio.sleep(0)
+
+    await asyncio.gather(*beats)
+    await engine.close()

@@ -245,16 +245,18 @@ class ShardedEngineQueue:
         return beats
 
     async def _share_if_due(self) -> None:
-        """Begins an exchange if one is due and none runs. A slow one delays no further beat."""
+        """Begins an exchange if one is due and none runs. A slow one delays no further beat, and
+        several beats may run at once."""
         if time.monotonic() - self._shared_at < self._share_every:
             return
-        if self._sharing is None:
-            self._sharing = asyncio.create_task(self._share_tenant_use())
-            await asyncio.wait({self._sharing}, timeout=SHARE_PATIENCE)
-        if self._sharing.done():
-            done, self._sharing = self._sharing, None
+        sharing = self._sharing
+        if sharing is None:
+            sharing = self._sharing = asyncio.create_task(self._share_tenant_use())
+            await asyncio.wait({sharing}, timeout=SHARE_PATIENCE)
+        if sharing.done() and self._sharing is sharing:
+            self._sharing = None
             self._shared_at = time.monotonic()
-            done.result()
+            sharing.result()
 
     async def _share_tenant_use(self) -> None:
         """Adds what tenants have used in each shard to the counters of all other shards.
