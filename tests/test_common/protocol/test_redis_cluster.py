@@ -12,8 +12,10 @@ from redis.exceptions import MovedError
 
 from headrace_common.errors import BackendUnavailable, BackendUnfit
 from headrace_common.protocol.accounts import Item, ItemKind, Quota
-from headrace_common.protocol.base import EngineQueue, Outcome, Progress, QueueLimits
+from headrace_common.protocol.adapters import AdapterSet
+from headrace_common.protocol.base import EngineQueue, Outcome, Progress, QueueLimits, TenantUse
 from headrace_common.protocol.limits import Rates, Settlement
+from headrace_common.protocol.redis.adapters import RedisAdapterSets
 from headrace_common.protocol.redis.admin import DeadLetter, QueueAdmin
 from headrace_common.protocol.redis.client.connection import (
     Connection,
@@ -21,6 +23,7 @@ from headrace_common.protocol.redis.client.connection import (
     check_backend,
 )
 from headrace_common.protocol.redis.client.slots import SlotMap, slot_of
+from headrace_common.protocol.redis.engine import RedisEngineQueue
 from headrace_common.protocol.redis.limits import RedisKeyUsage
 from headrace_common.protocol.redis.loads import RedisModelLoads
 from headrace_common.protocol.redis.scripts import NAMES, Scripts
@@ -101,6 +104,10 @@ async def use_everything(redis_backend: OverRedis) -> None:
     await gateway.engines(MODEL)
     await gateway.drain_rate(MODEL)
     await gateway.release(rid, MODEL, "e", 1)
+    await gateway.note_given(rid, MODEL, 1)
+    shard = RedisEngineQueue(redis_backend.connect(), "e", MODEL)
+    await shard.tenant_use(0.0)
+    await shard.add_tenant_use({1: TenantUse("epoch", {"tenant": 1})})
     await use_stores(redis_backend)
 
 
@@ -134,6 +141,8 @@ async def use_stores(redis_backend: OverRedis) -> None:
     loads = RedisModelLoads(redis_backend.connect(), "g")
     assert await loads.begin(known.digest) is None
     await loads.end(known.digest)
+    adapters = RedisAdapterSets(redis_backend.connect())
+    assert await adapters.replace("m", AdapterSet(), AdapterSet("first"))
     stored = make_stored()
     await store.salt()
     await store.put(stored)
