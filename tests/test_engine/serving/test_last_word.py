@@ -26,4 +26,4 @@ def test_a_wrong_path_is_reported_with_its_code(
     log.touch()
     monkeypatch.setattr(process, "TERMINATION_LOG", log)
     assert main(["--model", f"{tmp_path}/absent"]) == process.EXIT_CONFIG
-    assert log.read_text() == f"model_not_found: {tmp_path}/absent: no such folder"
+    assert log.read_text() == f"model_not_found: {tmp_path}/absent: no such folder or GGUF file"
