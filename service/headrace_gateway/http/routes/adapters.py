@@ -1,6 +1,7 @@
 """POST /v1/load_lora_adapter and /v1/unload_lora_adapter, as in vLLM, for a model's engines."""
 
-from fastapi import APIRouter, Request, Response
+from fastapi import APIRouter, Request
+from fastapi.responses import PlainTextResponse
 from pydantic import Field, StrictBool
 
 from headrace_common.protocol.adapter_control import AdapterControl
@@ -33,8 +34,12 @@ class UnloadAdapterRequest(Body):
     lora_int_id: int | None = None
 
 
-@router.post("/v1/load_lora_adapter", openapi_extra=body_of(LoadAdapterRequest))
-async def load_lora_adapter(request: Request) -> Response:
+@router.post(
+    "/v1/load_lora_adapter",
+    openapi_extra=body_of(LoadAdapterRequest),
+    response_class=PlainTextResponse,
+)
+async def load_lora_adapter(request: Request) -> PlainTextResponse:
     """Has all engines of a model load an adapter; answers once the first one has it."""
     services, control, by = _allowed(request)
     body = await services.body(request, LoadAdapterRequest)
@@ -51,11 +56,15 @@ async def load_lora_adapter(request: Request) -> Response:
     except AdapterError as error:
         raise invalid(str(error), param="lora_path", code="adapter_refused") from error
     await services.models.refresh()
-    return _success(f"Success: LoRA adapter '{body.lora_name}' added successfully.")
+    return PlainTextResponse(f"Success: LoRA adapter '{body.lora_name}' added successfully.")
 
 
-@router.post("/v1/unload_lora_adapter", openapi_extra=body_of(UnloadAdapterRequest))
-async def unload_lora_adapter(request: Request) -> Response:
+@router.post(
+    "/v1/unload_lora_adapter",
+    openapi_extra=body_of(UnloadAdapterRequest),
+    response_class=PlainTextResponse,
+)
+async def unload_lora_adapter(request: Request) -> PlainTextResponse:
     """Serves an adapter no longer; requests that were accepted before still end."""
     services, control, _ = _allowed(request)
     body = await services.body(request, UnloadAdapterRequest)
@@ -78,7 +87,7 @@ async def unload_lora_adapter(request: Request) -> Response:
     except AdapterError as error:
         raise ApiError(404, str(error), param="lora_name", code="adapter_not_found") from error
     await services.models.refresh()
-    return _success(f"Success: LoRA adapter '{body.lora_name}' removed successfully.")
+    return PlainTextResponse(f"Success: LoRA adapter '{body.lora_name}' removed successfully.")
 
 
 def _allowed(request: Request) -> tuple[Services, AdapterControl, str]:
@@ -97,7 +106,3 @@ def _served(services: Services, name: str) -> ServedModel | None:
 
 def _forbidden(message: str) -> ApiError:
     return ApiError(403, message, kind="permission_error", code="not_allowed")
-
-
-def _success(text: str) -> Response:
-    return Response(text, media_type="text/plain")
