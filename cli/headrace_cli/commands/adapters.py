@@ -1,16 +1,11 @@
 """The arguments of `headrace adapters list|load|unload`."""
 
-from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
-from ..tables import Output
-from .queues import AsJson, Model, Url
+from .queues import AsJson, Model, Url, queue_session
 from .running_options import DATA_DIR, DataFolder
-
-if TYPE_CHECKING:
-    from ..queues.queues import QueueSession
 
 app = typer.Typer(
     name="adapters",
@@ -34,7 +29,7 @@ def list_adapters(
     """Show the adapters of a model, and how many engines have them."""
     from ..queues.adapters import show_adapters
 
-    show_adapters(_session(redis, data_dir, as_json), model, retired=retired)
+    show_adapters(queue_session(redis, data_dir, as_json), model, retired=retired)
 
 
 @app.command(epilog="Example: headrace adapters load sql /adapters/sql")
@@ -57,7 +52,7 @@ def load(
     """Have all engines of a model load an adapter; returns once the first one has it."""
     from ..queues.adapters import load_adapter
 
-    session = _session(redis, data_dir, as_json)
+    session = queue_session(redis, data_dir, as_json)
     load_adapter(session, model, name, path, replaces=replace, wait=wait)
 
 
@@ -72,10 +67,4 @@ def unload(
     """Serve an adapter no longer; requests that were accepted before still end."""
     from ..queues.adapters import unload_adapter
 
-    unload_adapter(_session(redis, data_dir, as_json), model, name)
-
-
-def _session(url: str | None, data_dir: Path, as_json: bool) -> "QueueSession":
-    from ..queues.queues import QueueSession, queue_url
-
-    return QueueSession(queue_url(url, data_dir), Output(as_json))
+    unload_adapter(queue_session(redis, data_dir, as_json), model, name)

@@ -53,7 +53,7 @@ def status(
     """Show each model's queue and its engines."""
     from ..queues.queues import show_status
 
-    show_status(_session(redis, data_dir, as_json), model)
+    show_status(queue_session(redis, data_dir, as_json), model)
 
 
 @app.command(epilog="Example: headrace queue peek --running --limit 50")
@@ -71,7 +71,7 @@ def peek(
     """Show the next requests of a queue; never their prompts."""
     from ..queues.queues import show_requests
 
-    show_requests(_session(redis, data_dir, as_json), model, limit=limit, running=running)
+    show_requests(queue_session(redis, data_dir, as_json), model, limit=limit, running=running)
 
 
 @app.command(epilog="Example: headrace queue record --model m --seconds 3600 --output trace.csv")
@@ -88,7 +88,7 @@ def record(
     """Record when requests come and how long they are, as a trace for headrace simulate."""
     from ..queues.traffic import record as run
 
-    run(_session(redis, data_dir, as_json), model, output, seconds)
+    run(queue_session(redis, data_dir, as_json), model, output, seconds)
 
 
 @app.command(epilog="Example: headrace queue dead --model headrace-demo")
@@ -102,7 +102,7 @@ def dead(
     """Show dead letters: the reason, and whether they can be replayed."""
     from ..queues.queues import show_dead
 
-    show_dead(_session(redis, data_dir, as_json), model, limit)
+    show_dead(queue_session(redis, data_dir, as_json), model, limit)
 
 
 @app.command(epilog="Example: headrace queue replay --all")
@@ -123,7 +123,7 @@ def replay(
     """Queue the requests of dead letters again, with their failures reset."""
     from ..queues.queues import replay as run
 
-    session = _session(redis, data_dir, as_json, sealing_keys_file)
+    session = queue_session(redis, data_dir, as_json, sealing_keys_file)
     run(session, model, _chosen(request_ids, every), timeout)
 
 
@@ -145,7 +145,7 @@ def purge(
     from ..queues.queues import cancel_waiting
     from ..queues.queues import purge as run
 
-    session = _session(redis, data_dir, as_json, sealing_keys_file)
+    session = queue_session(redis, data_dir, as_json, sealing_keys_file)
     if waiting:
         cancel_waiting(session, model)
     else:
@@ -161,9 +161,10 @@ def _chosen(request_ids: list[str] | None, every: bool) -> list[str] | None:
     return None if every else request_ids
 
 
-def _session(
-    redis: str | None, data_dir: Path, as_json: bool, keys_file: Path | None = None
+def queue_session(
+    redis: str | None, data_dir: Path, as_json: bool = False, keys_file: Path | None = None
 ) -> "QueueSession":
+    """A session with the Redis that was named, or that of a running `headrace up`."""
     from ..queues.queues import QueueSession, queue_url
 
     return QueueSession(queue_url(redis, data_dir), Output(as_json), keys_file)

@@ -1,16 +1,11 @@
 """The arguments of `headrace redis users|grant|revoke`."""
 
-from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
-from ..tables import Output
-from .queues import Url
+from .queues import Url, queue_session
 from .running_options import DATA_DIR, DataFolder
-
-if TYPE_CHECKING:
-    from ..queues.queues import QueueSession
 
 app = typer.Typer(
     name="redis",
@@ -56,7 +51,7 @@ def grant(
     from ..queues import grants
 
     grants.grant(
-        _session(redis, data_dir),
+        queue_session(redis, data_dir),
         model,
         RegistrationGrant(owner=owner, adapters=tuple(adapter or ())),
     )
@@ -69,10 +64,4 @@ def revoke(
     """Remove a model's grant and its registration."""
     from ..queues import grants
 
-    grants.revoke(_session(redis, data_dir), model, owner)
-
-
-def _session(url: str | None, data_dir: Path) -> "QueueSession":
-    from ..queues.queues import QueueSession, queue_url
-
-    return QueueSession(queue_url(url, data_dir), Output())
+    grants.revoke(queue_session(redis, data_dir), model, owner)

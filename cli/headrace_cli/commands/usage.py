@@ -1,17 +1,13 @@
 """The arguments of `headrace usage report|export`."""
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
 from ..errors import UsageError
-from ..tables import Output
-from .queues import Models, Url
+from .queues import Models, Url, queue_session
 from .running_options import DATA_DIR, DataFolder
-
-if TYPE_CHECKING:
-    from ..queues.queues import QueueSession
 
 app = typer.Typer(
     name="usage",
@@ -56,7 +52,7 @@ def report(
     if unknown := [name for name in names if name not in _BY]:
         raise UsageError(f"--by {unknown[0]!r} is unknown", f"use {', '.join(_BY)}")
     options = ReportOptions(names, read_since(since, datetime.now(UTC)), form, output, model)
-    run(_session(redis, data_dir), options)
+    run(queue_session(redis, data_dir), options)
 
 
 @app.command(
@@ -118,10 +114,4 @@ def export(
         token=token,
         once=once,
     )
-    run(_session(redis, data_dir), options)
-
-
-def _session(redis: str | None, data_dir: Path) -> "QueueSession":
-    from ..queues.queues import QueueSession, queue_url
-
-    return QueueSession(queue_url(redis, data_dir), Output())
+    run(queue_session(redis, data_dir), options)

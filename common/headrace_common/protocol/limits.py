@@ -114,8 +114,8 @@ class Settlement:
     duration_ms: int
     counted: bool = True
     day: int = 0
-    reserved_daily: DayTokens = DayTokens()
-    used_daily: DayTokens = DayTokens()
+    reserved_daily: DayTokens = NO_TOKENS
+    used_daily: DayTokens = NO_TOKENS
 
 
 class KeyUsage(Protocol):

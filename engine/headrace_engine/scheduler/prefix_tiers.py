@@ -68,6 +68,11 @@ class PrefixTiers:
         """Whether requests wait for KV from the shared tier."""
         return any(self._fetches.values())
 
+    def wait(self, seconds: float) -> None:
+        """Waits until KV has come from the shared tier, at most `seconds`."""
+        if self.shared is not None:
+            self.shared.wait(seconds)
+
     @property
     def held_blocks(self) -> list[int]:
         """The host blocks that are being written to the shared tier or read from it."""

@@ -129,10 +129,10 @@ class Scheduler:
 
         Called when no step could be scheduled, although no step is in flight.
         """
-        fetching = self._tiers is not None and self._tiers.fetching
-        assert fetching or not self.has_work, "sequences wait, but none can be scheduled"
-        if self._tiers is not None and self._tiers.shared is not None and fetching:
-            self._tiers.shared.wait(LONGEST_WAIT)
+        if self._tiers is not None and self._tiers.fetching:
+            self._tiers.wait(LONGEST_WAIT)
+        else:
+            assert not self.has_work, "sequences wait, but none can be scheduled"
 
     @property
     def prefix_tiers(self) -> PrefixTiers | None:

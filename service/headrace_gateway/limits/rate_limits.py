@@ -73,7 +73,7 @@ class Grant:
     running: set[str] = field(default_factory=set)
     used: int = 0
     day: int = 0
-    reserved_daily: DayTokens = DayTokens()
+    reserved_daily: DayTokens = NO_TOKENS
     prompt_tokens: int = 0  # of its requests in the queue
     output_tokens: int = 0  # that they have made
     submitted: bool = False
@@ -251,7 +251,7 @@ class RateLimits:
             used=0 if grant.refused else grant.used,
             day=grant.day,
             reserved_daily=grant.reserved_daily,
-            used_daily=DayTokens() if grant.refused else grant.daily,
+            used_daily=NO_TOKENS if grant.refused else grant.daily,
             duration_ms=max(0, int((self._clock() - grant.started) * 1000)),
             counted=counted and not grant.refused,
         )
