@@ -1,4 +1,5 @@
-"""Two models take turns on one accelerator: no request is lost or changed, and none waits forever.
+"""Two models take turns on one accelerator, and an engine sleeps by HTTP: no answer is lost or
+changed.
 
 Real engines, gateway and Valkey.
 """
@@ -163,3 +164,38 @@ def test_an_idle_engine_gives_way_to_a_request_of_the_other_model(
         assert crowd.mistakes() == []
         other = next(each for each in MODELS if each != name)
         assert awake(engines[name]) and not awake(engines[other])
+
+
+def post(engine: EngineProcess, path: str) -> dict[str, Any]:
+    request = urllib.request.Request(f"http://127.0.0.1:{engine.metrics_port}{path}", method="POST")
+    with urllib.request.urlopen(request, timeout=120) as answer:
+        found: dict[str, Any] = json.load(answer)
+    return found
+
+
+def test_an_engine_sleeps_and_wakes_by_http(
+    valkey: ValkeyServer,
+    gateway: GatewayProcess,
+    checkpoint: Path,
+    undisturbed: dict[str, list[GreedyCase]],
+    tmp_path: Path,
+    start: Starter,
+) -> None:
+    name, cases = "alone", undisturbed[MODELS[0]]
+    flags = ("--enable-sleep-mode", "--log-format", "json")
+    log = tmp_path / name
+    with EngineProcess(checkpoint, valkey.url, log, *flags, model=name, start=start) as engine:
+        engine.await_log("engine ready")
+        until(lambda: name in listed(gateway), "the model to be listed")
+        for level in (1, 2):
+            crowd = Crowd([gateway.url], cases, name)
+            asyncio.run(crowd.run())
+            assert crowd.mistakes() == []
+            before = resident(engine)
+            assert post(engine, f"/sleep?level={level}") == {"is_sleeping": True, "level": level}
+            asleep = resident(engine)
+            assert post(engine, "/wake_up") == {"is_sleeping": False, "level": 0}
+            again = Crowd([gateway.url], cases, name)
+            asyncio.run(again.run())
+            assert again.mistakes() == []
+            report(f"level {level}: {before} MiB, {asleep} asleep, {resident(engine)} after it")

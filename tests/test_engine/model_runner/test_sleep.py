@@ -105,7 +105,7 @@ def resident() -> int:
 
 @pytest.fixture
 def large(tmp_path: Path) -> Path:
-    """A checkpoint of 84 MB."""
+    """A checkpoint of 74 MiB."""
     return save_checkpoint(tmp_path, "llama", hidden_size=1024, intermediate_size=2048)
 
 
