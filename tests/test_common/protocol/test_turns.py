@@ -1,4 +1,4 @@
-"""Whose turn it is on a shared accelerator: the rule, and its bounds under any load."""
+"""The rule of turns on a shared accelerator, and its bounds under any load."""
 
 from dataclasses import dataclass, field, replace
 
