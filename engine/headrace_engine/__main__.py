@@ -17,8 +17,11 @@ import logging
 import signal
 import socket
 import sys
+from collections.abc import Callable
+from functools import partial
 from importlib.metadata import version
 from pathlib import Path
+from typing import TypeVar
 
 from headrace_common.config.process import (
     EXIT_CONFIG,
@@ -35,6 +38,7 @@ from headrace_common.protocol.redis.engine import RedisEngineQueue
 from headrace_common.protocol.redis.live import RedisSnapshotWriter
 from headrace_common.protocol.redis.registry import RedisModelRegistry
 from headrace_common.protocol.redis.sharded_engine import ShardedEngineQueue
+from headrace_common.protocol.redis.slots import RedisSlot
 from headrace_common.sealing.keyring_file import KeyringFile
 from headrace_common.text.checkpoint import CheckpointFiles
 from headrace_common.text.errors import TokenizerError
@@ -50,10 +54,12 @@ from .scheduler.policies import make_policy
 from .serving.adapter_loading import AdapterLoading
 from .serving.model_registration import ModelFiles, ModelRegistration, ModelSource
 from .serving.settings import EngineSettings
+from .serving.turn_taking import TurnTaking, load_in_turn
 from .serving.worker import Worker, WorkerConfig
 from .structured_output.compiler import GrammarCompiler
 
 logger = logging.getLogger("headrace_engine")
+T = TypeVar("T")
 
 # The most seconds for which a drained engine writes KV that others may use.
 CLOSE_SECONDS = 5.0
@@ -70,9 +76,14 @@ def main(arguments: list[str] | None = None) -> int:
         # Before the weights, which may take minutes to load.
         sealing = KeyringFile(settings)
         model = _source(settings).read() if settings.register_model else None
-        runner, engine, grammars = _load(settings, model)
+        engine_id = _new_id()
+        load = partial(_load, settings, model)
+        if settings.sharing_group is None:
+            runner, engine, grammars = load()
+        else:
+            runner, engine, grammars = asyncio.run(_load_in_turn(settings, engine_id, load))
         files = None if model is None else model.files
-        asyncio.run(serve(settings, engine, sealing, grammars, runner, files))
+        asyncio.run(serve(settings, engine, sealing, grammars, runner, files, engine_id))
         engine.close(CLOSE_SECONDS)
         if runner.peers is not None:  # after a failure, they end with this process
             runner.peers.close()
@@ -85,6 +96,40 @@ def main(arguments: list[str] | None = None) -> int:
         write_termination_message(error.code, str(error))
         return EXIT_FAILED if error.code in FAILURES else EXIT_CONFIG
     return 0
+
+
+def _new_id() -> str:
+    return keys.new_incarnation(f"{socket.gethostname()}.{os.getpid()}")
+
+
+async def _load_in_turn(settings: EngineSettings, engine_id: str, load: Callable[[], T]) -> T:
+    """Loads the model once the accelerator is free."""
+    connection = _connection(settings)
+    slot = _slot(settings, connection, engine_id)
+    assert slot is not None, "the engine shares its accelerator"
+    try:
+        return await load_in_turn(slot, settings.sharing, load)
+    finally:
+        await connection.close()
+
+
+def _connection(settings: EngineSettings, sealing: KeyringFile | None = None) -> Connection:
+    config = ConnectionConfig(url=settings.redis_url, credentials=settings.redis_credentials)
+    return Connection(config) if sealing is None else Connection(config, sealing.sealer)
+
+
+def _slot(settings: EngineSettings, connection: Connection, engine_id: str) -> RedisSlot | None:
+    """The slot of the accelerator; None if the engine does not share it."""
+    if settings.sharing_group is None:
+        return None
+    return RedisSlot(
+        connection,
+        settings.sharing_group,
+        engine_id,
+        settings.name,
+        shards=settings.queue_shards,
+        lease_ms=int(settings.lease * 1000),
+    )
 
 
 def _load(
@@ -125,11 +170,11 @@ async def serve(
     grammars: GrammarCompiler | None = None,
     runner: ModelRunner | None = None,
     files: CheckpointFiles | None = None,
+    engine_id: str | None = None,
 ) -> None:
     """Serves until SIGTERM or a drain message. Raises the error that ended the service."""
-    engine_id = keys.new_incarnation(f"{socket.gethostname()}.{os.getpid()}")
-    config = ConnectionConfig(url=settings.redis_url, credentials=settings.redis_credentials)
-    connection = Connection(config, sealing.sealer)
+    engine_id = engine_id or _new_id()
+    connection = _connection(settings, sealing)
     queue = ShardedEngineQueue(
         lambda shard: RedisEngineQueue(
             connection,
@@ -168,6 +213,7 @@ async def serve(
             grammars,
             RedisSnapshotWriter(connection, engine_id, settings.name),
             _adapters(settings, runner, connection),
+            _turns(settings, connection, engine_id),
         )
         if runner is not None and runner.peers is not None:
             runner.peers.watch(worker.fail)
@@ -225,6 +271,12 @@ def _adapters(
     )
 
 
+def _turns(settings: EngineSettings, connection: Connection, engine_id: str) -> TurnTaking | None:
+    """What takes turns with other engines; None if the engine does not share its accelerator."""
+    slot = _slot(settings, connection, engine_id)
+    return None if slot is None else TurnTaking(slot, settings.sharing)
+
+
 def _worker_config(
     settings: EngineSettings, engine: Engine, kv_bytes_per_token: float
 ) -> WorkerConfig:
@@ -242,6 +294,7 @@ def _worker_config(
         stays_when_drained=settings.after_drain == "wait",
         step_timeout=settings.step_timeout,
         debug_pages=settings.debug_pages,
+        sleep_pages=settings.enable_sleep_mode,
         grammar_bounds=settings.grammar_bounds,
     )
 

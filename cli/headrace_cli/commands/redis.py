@@ -26,11 +26,16 @@ def users(
             help="Models whose engines get a user, repeatable; default: the users of the roles.",
         ),
     ] = None,
+    sharing_group: Annotated[
+        str | None,
+        typer.Option(help="The group in which the models' engines share an accelerator."),
+    ] = None,
 ) -> None:
     """Print users as lines of an ACL file, without passwords: add >PASSWORD to each line."""
     from headrace_common.protocol.redis.users import ROLES, model_line, role_line
 
-    for line in map(model_line, model) if model else map(role_line, ROLES):
+    of_models = [model_line(name, sharing_group) for name in model or ()]
+    for line in of_models or map(role_line, ROLES):
         typer.echo(line)
 
 

@@ -149,7 +149,6 @@ FLAGS: Mapping[str, Entry] = {
     "headless": Absent(_ONE_MACHINE, _SWITCH),
     "cpu_offload_gb": Absent("use --quantization, or --tensor-parallel-size for more GPUs"),
     "calculate_kv_scales": Absent("scales are of the checkpoint", _SWITCH),
-    "enable_sleep_mode": Absent("scale to zero instead; docs/autoscaling.md", _SWITCH),
     "kv_transfer_config": Absent("engines do not exchange KV caches"),
     "speculative_model": Absent(_DRAFT),
     "num_speculative_tokens": Absent(_DRAFT),

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from headrace_common.errors import BackendUnavailable, BackendUnfit, SettingsError
+from headrace_common.protocol.base import EngineStatus
 from headrace_common.protocol.redis.admin import DeadLetter, QueueAdmin, QueueStatus
 from headrace_common.protocol.redis.client.connection import Connection, ConnectionConfig
 from headrace_common.protocol.redis.client.endpoint import masked
@@ -94,14 +95,22 @@ def show_status(session: QueueSession, models: Sequence[str] | None) -> None:
         "model", "waiting", "tokens", "running", "oldest", "ended/s", "dead", "engines"
     )
     for one in found:
-        draining = sum(engine.draining for engine in one.engines)
-        engines = f"{len(one.engines)}" + (f" ({draining} draining)" if draining else "")
+        engines = f"{len(one.engines)}" + _idle_engines(one.engines)
         depth = one.depth
         table.add_row(
             one.model, str(depth.waiting), str(depth.waiting_tokens), str(depth.pending),
             _seconds(depth.oldest_age), f"{one.drain_rate:.2f}", str(depth.dead_letters), engines,
         )  # fmt: skip
     session.output.show(data, table)
+
+
+def _idle_engines(engines: Sequence[EngineStatus]) -> str:
+    """The numbers of engines that take no work, in parentheses."""
+    draining = sum(engine.draining for engine in engines)
+    asleep = sum(engine.sleep_level > 0 for engine in engines)
+    counts = {"draining": draining, "asleep": asleep}
+    found = ", ".join(f"{count} {state}" for state, count in counts.items() if count)
+    return f" ({found})" if found else ""
 
 
 def show_requests(session: QueueSession, model: str | None, *, limit: int, running: bool) -> None:

@@ -12,7 +12,7 @@ from ..tables import without_controls
 from .snapshot import EngineRow, KvBlocks, ModelRow, Sequence, Snapshot
 
 _BAR = 10
-_STATES = {"ready": "green", "starting": "yellow", "draining": "yellow"}
+_STATES = {"ready": "green", "starting": "yellow", "draining": "yellow", "asleep": "blue"}
 _BLOCKS = {"used": ("█", "cyan"), "cached": ("▒", "blue"), "free": ("·", "dim")}
 _NOTHING = Text("-", style="dim")
 

@@ -494,6 +494,7 @@ VLLM_SPEC_DRAFT_TOKENS = "vllm:spec_decode_num_draft_tokens"
 VLLM_SPEC_ACCEPTED = "vllm:spec_decode_num_accepted_tokens"
 VLLM_SPEC_ACCEPTED_PER_POSITION = "vllm:spec_decode_num_accepted_tokens_per_pos"
 VLLM_LORA_REQUESTS = "vllm:lora_requests_info"
+VLLM_SLEEP_STATE = "vllm:engine_sleep_state"
 VLLM_LABELS = ("model_name", "engine")
 
 # Attributes of metrics and spans.

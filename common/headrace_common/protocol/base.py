@@ -160,6 +160,7 @@ class EngineStatus:
     `last_step_age` is the seconds since its last finished step; 0 while it is idle and healthy. The
     engine takes from the first `shards` shards of its model's queue, and may take from more. `name`
     is for people; it may be empty. `shows_batch` says that it writes snapshots after a Watch.
+    `sleep_level` is above 0 while it sleeps, and already or still while it falls asleep or wakes.
     """
 
     engine_id: str
@@ -175,6 +176,11 @@ class EngineStatus:
     shards: int = 1
     name: str = ""
     shows_batch: bool = False
+    sleep_level: int = 0
+
+    @property
+    def takes_work(self) -> bool:
+        return not self.draining and not self.sleep_level
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

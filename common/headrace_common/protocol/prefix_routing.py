@@ -48,7 +48,7 @@ def placement_of(
 ) -> Placement | None:
     """The best placement of a request; None if fewer than two engines can take it."""
     shard = shard_of(request.request_id)
-    able = [engine for engine in engines if not engine.draining and shard < engine.shards]
+    able = [engine for engine in engines if engine.takes_work and shard < engine.shards]
     if len(able) < 2:
         return None
     best = ranked(prefix_key(request, prefix_tokens), able)[:MAX_CANDIDATES]

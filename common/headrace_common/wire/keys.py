@@ -340,6 +340,13 @@ def shared_controls(engine_id: str) -> str:
     return f"c:{_tag('e', engine_id)}"
 
 
+def slot(group: str) -> str:
+    """Hash, the slot of an accelerator that engines share. o its holder, s since when, u until when
+    its lease lasts, l the holder before. Of each member, f:<engine> what waits for it, b:<engine>
+    when it said so, t:<engine> when its last turn ended. Times are Unix ms. Lives ten leases."""
+    return f"sl:{_tag('s', group)}"
+
+
 # Hash, an entry {name: msgpack RegisteredModel} for each model that engines have registered. Never
 # expires: its owner removes an entry. A tag of its own, since entries and files change together.
 MODELS = "m:{m}"

@@ -1,5 +1,6 @@
 """A digest of a checkpoint's content, which two copies of a model share and other models do not."""
 
+from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from hashlib import file_digest, sha256
 from pathlib import Path
@@ -8,16 +9,31 @@ from string import hexdigits
 # Files that are read at once.
 READERS = 4
 
+# Size and time of change (ns) of files by name.
+FileStamps = Mapping[str, tuple[int, int]]
+
+
+def file_stamps(checkpoint: Path) -> FileStamps:
+    """Tells a checkpoint's files, or the GGUF file, from others without reading them. Raises
+    OSError."""
+    found = [checkpoint] if checkpoint.is_file() else _files(checkpoint)
+    stats = {file.name: file.stat() for file in found}
+    return {name: (stat.st_size, stat.st_mtime_ns) for name, stat in stats.items()}
+
 
 def checkpoint_digest(folder: Path) -> bytes:
     """The digest of config.json and of the tensors. Reads all files, except those of a hub's cache,
     whose names are digests. Raises OSError."""
-    files = sorted([*folder.glob("*.safetensors"), folder / "config.json"])
+    files = _files(folder)
     digest = sha256()
     with ThreadPoolExecutor(READERS) as readers:
         for file, content in zip(files, readers.map(_content_digest, files), strict=True):
             digest.update(sha256(file.name.encode()).digest() + content)
     return digest.digest()
+
+
+def _files(folder: Path) -> list[Path]:
+    return sorted([*folder.glob("*.safetensors"), folder / "config.json"])
 
 
 def _content_digest(path: Path) -> bytes:

@@ -13,6 +13,7 @@ DType = Literal["auto", "float32", "bfloat16", "float16"]
 Quantization = Literal["none", "int8", "gptq", "awq", "compressed-tensors", "fp8"]
 KVCacheDType = Literal["auto", "fp8", "fp8_e4m3", "fp8_e5m2"]
 LoadFormat = Literal["auto", "dummy"]
+SleepLevel = Literal[1, 2]
 
 _NO_OPTIONS: Mapping[str, object] = MappingProxyType({})
 _NO_MODULES: Mapping[str, str] = MappingProxyType({})
@@ -59,6 +60,8 @@ class EngineConfig:
     LoRA: `lora_modules` are folders of adapters by name. At most `max_loras` run at once, of ranks
     up to `max_lora_rank`; `max_cpu_loras` (None: `max_loras`) stay in host memory. With
     `lora_experts` there is memory for adapters that change experts.
+
+    Sleep: with `enable_sleep_mode` the engine may give its memory back while it is not needed.
     """
 
     model: str
@@ -103,6 +106,7 @@ class EngineConfig:
     enable_autotuner: bool = True
     tuned_config_folder: str | None = None
     async_scheduling: bool | None = None
+    enable_sleep_mode: bool = False
 
     def __post_init__(self) -> None:
         for name in _COUNTS:
@@ -118,6 +122,7 @@ class EngineConfig:
         self._check_lora()
         self._check_parallel()
         self._check_draft_head()
+        self._check_sleep()
         if not 0.0 < self.memory_utilization <= 1.0:
             raise ConfigError(
                 f"memory_utilization must be in (0, 1], not {self.memory_utilization}"
@@ -149,6 +154,19 @@ class EngineConfig:
                 raise ConfigError(
                     f"speculative_config.method {head.method} does not support {name}: leave one "
                     "of them out, or use method ngram or draft_model"
+                )
+
+    def _check_sleep(self) -> None:
+        """Raises ConfigError for what cannot give its memory back."""
+        refused = {
+            f"tensor_parallel_size {self.tensor_parallel_size}": self.tensor_parallel_size > 1,
+            "a draft model": self.has_draft_model,
+            "a draft head": self.draft_head is not None,
+        }
+        for name, wanted in refused.items():
+            if self.enable_sleep_mode and wanted:
+                raise ConfigError(
+                    f"enable_sleep_mode does not support {name}: leave one of them out"
                 )
 
     def _check_offloading(self) -> None:

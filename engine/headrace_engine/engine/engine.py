@@ -10,7 +10,7 @@ from dataclasses import replace
 from typing import Protocol
 
 from ..core.batch_snapshot import BatchSnapshot
-from ..core.config import EngineConfig
+from ..core.config import EngineConfig, SleepLevel
 from ..core.kv_cache_groups import KVGroups
 from ..core.outputs import SequenceOutput
 from ..core.pooler_config import PoolerConfig
@@ -93,6 +93,12 @@ class Runner(Protocol):
         Tokens that precede a sequence's run may be read later, so the caller must not change them.
         Everything else of the sequences is read before this returns.
         """
+
+    def sleep(self, level: SleepLevel) -> None:
+        """Gives memory back until `wake_up`, and loses the KV on the device. No step may follow."""
+
+    def wake_up(self) -> None:
+        """Takes the memory again, with the same weights."""
 
 
 class Engine:
@@ -183,6 +189,17 @@ class Engine:
         if self._speculator is not None and scheduler_output.scheduled:
             self._speculator.observe(scheduler_output, result)
         return result
+
+    def sleep(self, level: SleepLevel) -> None:
+        """Gives memory back until `wake_up`, between two steps. No request may be left; KV in host
+        memory and in the shared tier stays."""
+        while self.has_work:  # a step in flight, and copies for the shared tier
+            self.step()
+        self._scheduler.forget_prefixes()
+        self._runner.sleep(level)
+
+    def wake_up(self) -> None:
+        self._runner.wake_up()
 
     def close(self, seconds: float) -> None:
         """Waits until the shared tier has written its KV, at most `seconds`. No step may follow."""

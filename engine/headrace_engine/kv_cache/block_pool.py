@@ -124,6 +124,14 @@ class BlockPool:
             self.hashes[block] = None
             del self._by_hash[block_hash]
 
+    def forget_all(self) -> None:
+        """Removes every block from the prefix cache, before all contents are lost. None is used."""
+        assert self.num_free == self.num_blocks, "blocks are in use"
+        for block in self._by_hash.values():
+            self.hashes[block] = None
+        self._by_hash.clear()
+        self.num_cached = 0
+
     def first_free(self, count: int) -> list[int]:
         """The free blocks that are allocated next, at most `count`."""
         return list(islice(self._free(), count))

@@ -7,6 +7,7 @@ import logging
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -14,7 +15,7 @@ import torch
 from headrace_common.sampling.params import SamplingParams
 
 from ..core.attention_backend import LayerCache
-from ..core.config import EngineConfig
+from ..core.config import EngineConfig, SleepLevel
 from ..core.errors import ConfigError
 from ..core.request import EngineRequest, Sequence
 from ..core.step_plan import PendingStep, SampleRow, ScheduledSequence, SchedulerOutput, StepResult
@@ -25,6 +26,7 @@ from ..distributed.process import Launcher, RankProcess
 from ..lora.adapters import Adapters, LoadedAdapter
 from ..models.base import ForwardBatch
 from ..models.draft_heads.target import HeadTarget
+from ..models.placed_model import PlacedModel
 from ..sampling.logprobs import score_prompts
 from ..sampling.pooler import Pooler
 from ..sampling.random_sampling import make_random_sampler
@@ -37,6 +39,7 @@ from .host_kv_cache import HostKVCache
 from .input_batch import StepBatch, build
 from .lora_runtime import ANY, LoRARuntime
 from .shared_folder import share_kv_cache
+from .sleep import Sleep
 
 logger = logging.getLogger(__name__)
 
@@ -59,10 +62,10 @@ class ModelRunner:
         launch: Launcher = RankProcess,
         executor: StepExecutor | None = None,
     ) -> None:
-        self._clock = clock
+        self._clock, self._config = clock, config
         self.draft_model = DraftModel.of(config)
-        placed = load_model(config, launch)
-        self._placed, self.model, self.attention = placed, placed.model, placed.attention
+        self._load = partial(load_model, config, launch)
+        placed = self._place()
         self.device, self.dtype, self.peers = placed.device, placed.dtype, placed.peers
         self.max_model_len = placed.max_model_len
         self.kv_groups = placed.layout.groups
@@ -71,9 +74,8 @@ class ModelRunner:
         self.block_size = config.block_size
         self.pooler_config = placed.pooler_config
         self._pooler = None if placed.pooler_config is None else Pooler(placed.pooler_config)
-        random_sampler = make_random_sampler(placed.device, deterministic=config.deterministic)
-        self._sampler = Sampler(self.eos_token_ids, placed.ops, random_sampler)
-        self._config = config
+        self._sleep = Sleep(config) if config.enable_sleep_mode else None
+        self._recorded = False
         self._transfer = Transfer(placed.device)
         self._lora = LoRARuntime.of(config, placed, self._transfer)
         self._executor = executor or make_executor(placed.device, clock)
@@ -228,8 +230,7 @@ class ModelRunner:
         if self._lora is not None:
             with torch.inference_mode():
                 self._lora.warm_up()
-        if self._caches:  # an encoder has no cache, and decodes nothing
-            self.model = record_graphs(self._recorder)
+        self._record()
         if self.draft_head is not None:
             assert isinstance(self.model, HeadTarget), "a recorded target remains a target"
             self.draft_head.target = self.model
@@ -238,6 +239,48 @@ class ModelRunner:
             self.draft_model.execute(
                 scheduler_output, (SampleRow(scheduler_output.scheduled[0].sequence),)
             )
+
+    def _record(self) -> None:
+        """Records CUDA graphs, if there is a GPU."""
+        self._recorded = True
+        if self._caches:  # an encoder has no cache, and decodes nothing
+            self.model = record_graphs(self._recorder)
+
+    def sleep(self, level: SleepLevel) -> None:
+        """Gives the KV cache's memory back. Level 1 keeps the weights, on a GPU in host memory;
+        level 2 drops them. No step may run until `wake_up`."""
+        assert self._sleep is not None, "enable_sleep_mode is off"
+        self._last = None
+        self.model = self._placed.model  # recorded graphs contain the addresses of the memory
+        kept: list[object] = [self._lora]
+        if level == 1:
+            kept += [self._placed.model, self._placed.attention, self._placed.ops]
+        else:
+            del self._placed, self.model, self.attention, self._sampler
+        self._sleep.begin(level, self.device, kept, self._caches)
+
+    def wake_up(self) -> None:
+        """Takes the memory again, after level 2 with weights that are read again.
+
+        Raises CheckpointError if the checkpoint is not the same any more.
+        """
+        assert self._sleep is not None, "enable_sleep_mode is off"
+        if self._sleep.dropped:
+            self._sleep.check()
+            self._place()
+        self._sleep.end()
+        if self._recorded:
+            self._record()
+
+    def _place(self) -> PlacedModel:
+        """Loads the model, and makes what computes with it."""
+        placed = self._load()
+        self._placed, self.model, self.attention = placed, placed.model, placed.attention
+        random_sampler = make_random_sampler(
+            placed.device, deterministic=self._config.deterministic
+        )
+        self._sampler = Sampler(placed.eos_token_ids, placed.ops, random_sampler)
+        return placed
 
     def _size_cache(self) -> int:
         per_block = self._placed.block_bytes(self.block_size)

@@ -281,6 +281,13 @@ class Scheduler:
         aborted_by_policy, self._state.aborted_by_policy = self._state.aborted_by_policy, []
         return self._buffered.filter(aborted_by_policy) if aborted_by_policy else aborted_by_policy
 
+    def forget_prefixes(self) -> None:
+        """Forgets the KV on the device, whose memory is given back. No request may be left."""
+        assert not self.has_work, "requests need their KV"
+        if self.kv_cache.state is not None:
+            self.kv_cache.state.settle()
+        self.kv_cache.pool.forget_all()
+
     def draftable(self) -> list[tuple[Sequence, int]]:
         """The decoding sequences, and how many drafts each can use before its output is full."""
         groups = self._state.groups

@@ -33,6 +33,8 @@ from .leased_request import LeasedRequest, RequestTimes
 # Every n-th step becomes a span that links to the requests of its batch.
 STEP_SPAN_INTERVAL = 1000
 
+# vLLM's names of the states by level.
+_SLEEP_STATES = ("awake", "weights_offloaded", "discard_all")
 _PLACEMENTS = {True: "placed", False: "stolen", None: "unplaced"}
 
 
@@ -41,7 +43,8 @@ class EngineMetrics:
 
     `stats` returns the engine's present state; exporters call it on their threads. `capacity` is
     the most sequences that run at once. `step_age` returns the seconds since the last finished step
-    while there is work, else 0. `lora_stats` returns the adapters in use.
+    while there is work, else 0. `lora_stats` returns the adapters in use, `sleep_level` is 0 while
+    the engine is awake.
     """
 
     def __init__(
@@ -55,6 +58,7 @@ class EngineMetrics:
         stats: Callable[[], SchedulerStats],
         step_age: Callable[[], float],
         lora_stats: Callable[[], LoRAStats | None] = lambda: None,
+        sleep_level: Callable[[], int] = lambda: 0,
         clock_ns: Callable[[], int] = time.time_ns,
     ) -> None:
         self._telemetry = telemetry
@@ -63,6 +67,7 @@ class EngineMetrics:
         self._clock_ns = clock_ns
         self._stats = stats
         self._lora_stats = lora_stats
+        self._sleep_level = sleep_level
         self._steps = 0
         self._input_tokens = 0
         self._output_tokens = 0
@@ -182,7 +187,13 @@ class EngineMetrics:
     # Reading
 
     def _snapshot(self) -> "_Snapshot":
-        return _Snapshot(self._stats(), self._input_tokens, self._output_tokens, self._lora_stats())
+        return _Snapshot(
+            self._stats(),
+            self._input_tokens,
+            self._output_tokens,
+            self._lora_stats(),
+            self._sleep_level(),
+        )
 
     def _observe_all(self, meter: Meter, step_age: Callable[[], float], capacity: int) -> None:
         for metric, read in _GAUGES:
@@ -206,6 +217,7 @@ class _Snapshot:
     input_tokens: int
     output_tokens: int
     lora_stats: LoRAStats | None
+    sleep_level: int
 
 
 _Read = Callable[[_Snapshot], Iterable[tuple[dict[str, str], float]]]
@@ -353,6 +365,7 @@ class _VllmNames(Collector):
             "Tokens found in host memory or the shared tier.",
             stats.external_hit_tokens,
         )
+        yield self._sleep(now.sleep_level)
         if stats.speculation is not None:
             yield from self._speculation(stats.speculation)
         if now.lora_stats is not None:
@@ -372,6 +385,17 @@ class _VllmNames(Collector):
         for position, count in enumerate(stats.accepted_per_position):
             positions.add_metric((*self._labels, str(position)), count)
         yield positions
+
+    def _sleep(self, level: int) -> PrometheusMetric:
+        """Reports the present state like vLLM: one of the states has the value 1."""
+        family = GaugeMetricFamily(
+            names.VLLM_SLEEP_STATE,
+            "Whether the engine is awake, or sleeps at level 1 or 2; 1 for its state.",
+            labels=(*names.VLLM_LABELS, "sleep_state"),
+        )
+        for number, state in enumerate(_SLEEP_STATES):
+            family.add_metric((*self._labels, state), float(number == level))
+        return family
 
     def _lora(self, stats: LoRAStats) -> PrometheusMetric:
         """Reports adapters like vLLM: in labels, where only the newest sample counts."""

@@ -7,6 +7,7 @@ from pydantic import ByteSize, Field, model_validator
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
 from headrace_common.protocol.status import MAX_NAME_CHARS
+from headrace_common.protocol.turns import TurnBounds
 from headrace_common.sealing import settings as sealing
 from headrace_common.structured import grammar_settings as grammar
 from headrace_common.structured.grammar_checks import CheckBounds
@@ -16,6 +17,7 @@ from headrace_common.wire.messages import MAX_ID_CHARS
 
 from ..core.config import DType, EngineConfig, KVCacheDType, Quantization
 from ..core.speculative_config import SpeculativeConfig
+from .sharing_config import SharingConfig
 
 
 class EngineSettings(BaseSettings):
@@ -208,6 +210,34 @@ class EngineSettings(BaseSettings):
         description="schedule the next step while the device runs one; default: on GPUs only",
     )
 
+    enable_sleep_mode: bool = Field(
+        False,
+        description="let the engine sleep: POST /sleep?level=1 and /wake_up and GET /is_sleeping "
+        "on the port of metrics; anyone who reaches the port can use them; docs/sharing.md",
+    )
+
+    sharing_group: str | None = Field(
+        None,
+        min_length=1,
+        max_length=MAX_ID_CHARS,
+        description="name of an accelerator that engines of several models share: one of them is "
+        "awake at a time; docs/sharing.md",
+    )
+    sharing_sleep_level: int = Field(
+        1, ge=1, le=2, description="level of its sleep meanwhile: 2 also gives back its weights"
+    )
+    sharing_min_awake: float = Field(
+        5.0, ge=0, description="seconds that the engine stays awake at least while it has work"
+    )
+    sharing_max_awake: float = Field(
+        60.0, gt=0, description="seconds after which it lets another engine that has work wake up"
+    )
+    sharing_timeout: float = Field(
+        10.0,
+        ge=0,
+        description="seconds to finish running requests before it sleeps; then they are given back",
+    )
+
     display_name: str = Field(
         "", max_length=MAX_NAME_CHARS, description="what people call the engine, in consoles"
     )
@@ -253,7 +283,7 @@ class EngineSettings(BaseSettings):
     )
 
     @model_validator(mode="after")
-    def _adapters_have_names(self) -> "EngineSettings":
+    def _fit_together(self) -> "EngineSettings":
         for name in self.lora_modules:
             if not 0 < len(name) <= MAX_ID_CHARS or name == self.name:
                 raise ValueError(
@@ -262,6 +292,12 @@ class EngineSettings(BaseSettings):
                 )
         if self.lora_dir is not None and not self.enable_lora:
             raise ValueError("lora_dir is given, but enable_lora is off: switch it on")
+        if self.sharing_group is not None and self.enable_sleep_mode:
+            raise ValueError(
+                "sharing_group decides when the engine sleeps: leave out enable_sleep_mode"
+            )
+        if self.sharing_min_awake > self.sharing_max_awake:
+            raise ValueError("sharing_min_awake is above sharing_max_awake: lower it")
         if self.lora_hub and self.lora_dir is None:
             raise ValueError("lora_hub needs lora_dir: name a folder")
         return self
@@ -277,6 +313,16 @@ class EngineSettings(BaseSettings):
         if self.lookahead is None:
             return 0 if self.policy == "fcfs" else self.max_num_seqs
         return self.lookahead
+
+    @property
+    def sharing(self) -> SharingConfig:
+        """How the engine shares the accelerator of its `sharing_group`."""
+        return SharingConfig(
+            level=1 if self.sharing_sleep_level == 1 else 2,
+            bounds=TurnBounds(self.sharing_min_awake, self.sharing_max_awake),
+            timeout=self.sharing_timeout,
+            lease=self.lease,
+        )
 
     @property
     def grammar_bounds(self) -> CheckBounds:
@@ -332,6 +378,7 @@ class EngineSettings(BaseSettings):
             enforce_eager=self.enforce_eager,
             enable_autotuner=self.enable_autotuner,
             tuned_config_folder=self.tuned_config_folder,
+            enable_sleep_mode=self.enable_sleep_mode or self.sharing_group is not None,
             async_scheduling=self.async_scheduling
             if "async_scheduling" in self.model_fields_set
             else None,

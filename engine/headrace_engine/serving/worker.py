@@ -8,7 +8,7 @@ import asyncio
 import logging
 import math
 import time
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
@@ -16,6 +16,7 @@ from typing import Any, ParamSpec
 
 from headrace_common.config.process import before
 from headrace_common.errors import BackendUnavailable
+from headrace_common.observability.metrics_server import Page
 from headrace_common.observability.telemetry import Telemetry
 from headrace_common.protocol.base import EngineQueue, EngineStatus, Lease
 from headrace_common.protocol.live import SnapshotWriter
@@ -38,8 +39,11 @@ from .metrics import EngineMetrics
 from .model_registration import ModelRegistration
 from .reply_writer import ReplyWriter, retry
 from .request_tracker import RequestTracker
+from .sleep_pages import SleepPages
+from .sleeper import Sleeper
 from .snapshot_reporter import SnapshotReporter
 from .step_log import StepLog
+from .turn_taking import TurnTaking
 
 logger = logging.getLogger(__name__)
 P = ParamSpec("P")
@@ -84,6 +88,7 @@ class WorkerConfig:
     orphan_timeout: float = 30.0
     throughput_window: float = 30.0
     debug_pages: bool = False
+    sleep_pages: bool = False
     grammar_bounds: CheckBounds = field(default_factory=CheckBounds)
 
 
@@ -105,11 +110,13 @@ class Worker:
         grammars: GrammarCompiler | None = None,
         snapshots: SnapshotWriter | None = None,
         adapters: AdapterLoading | None = None,
+        turns: TurnTaking | None = None,
     ) -> None:
         self._config = config
         self._queue = queue
         self._registration = registration
         self._adapters = adapters
+        self._turns = turns
         self._stats = engine.stats()
         self._loop = EngineLoop(
             engine,
@@ -126,6 +133,7 @@ class Worker:
             stats=lambda: self._stats,
             step_age=self.stalled_for,
             lora_stats=engine.lora_stats,
+            sleep_level=lambda: self.sleeper.level or 0,
         )
         self._reply_writer = ReplyWriter(queue)
         checks = GrammarChecks(config.grammar_bounds, LocalRefusedGrammars())
@@ -136,6 +144,8 @@ class Worker:
         self._draining = asyncio.Event()
         self._ending = asyncio.Event()
         self._changed = asyncio.Event()
+        self.sleeper = Sleeper(engine, self._loop, self._changed.set, config.drain_timeout)
+        self._taking = asyncio.Lock()  # held while requests of other engines are taken over
         self._tracker = RequestTracker(
             queue=queue,
             loop=self._loop,
@@ -158,13 +168,19 @@ class Worker:
                 self._loop, self._steps, self._tracker.by_engine_key, snapshots, config.block_size
             )
         )
-        if config.debug_pages:
-            pages = DebugPages(
-                engine, self._steps, self._loop.profiler, self._tracker.requests, self.stalled_for
-            )
-            telemetry.set_pages(pages.pages())
         self._event_loop = asyncio.get_running_loop()
+        telemetry.set_pages(self._pages(engine))
         self._failure: asyncio.Future[None] = self._event_loop.create_future()
+
+    def _pages(self, engine: Engine) -> Mapping[str, Page]:
+        """What the metrics port shows and does beyond metrics and health."""
+        pages: dict[str, Page] = {}
+        if self._config.debug_pages:
+            profiler, requests = self._loop.profiler, self._tracker.requests
+            pages |= DebugPages(engine, self._steps, profiler, requests, self.stalled_for).pages()
+        if self._config.sleep_pages:
+            pages |= SleepPages(self.sleeper, self._event_loop).pages()
+        return pages
 
     def _from_engine(self, handler: Callable[P, None]) -> Callable[P, None]:
         """Wraps a handler as a callback that the engine's thread may call."""
@@ -175,8 +191,8 @@ class Worker:
         return callback
 
     def stalled_for(self) -> float:
-        """Seconds since the engine's last step ended; 0 while it is idle."""
-        if not self._loop.busy:
+        """Seconds since the engine's last step ended; 0 while it is idle, falls asleep or wakes."""
+        if not self._loop.busy or self.sleeper.moving:
             return 0.0
         return max(0.0, time.monotonic() - self._loop.last_step_at)
 
@@ -223,6 +239,10 @@ class Worker:
         if self._adapters is not None:
             in_use = self._tracker.adapters
             services.append(partial(self._adapters.keep, self._draining.is_set, in_use))
+        if self._turns is not None:
+            running = partial(len, self._tracker.requests)
+            take_turns = partial(self._turns.keep, self.sleeper, self._draining.is_set, running)
+            services.append(take_turns)
         tasks = [asyncio.create_task(service()) for service in services]
         try:
             await self._while_tasks_run(self._work(), *tasks)
@@ -250,14 +270,16 @@ class Worker:
         logger.info("engine ready", extra={"model": self._config.model})
 
     async def _work(self) -> None:
-        """Takes work and drains, again after each recall."""
+        """Takes work, and drains or sleeps; again after each recall and wake-up."""
         while True:
             await self._intake()
-            await self._finish_or_give_back()
-            while self._draining.is_set():
-                if self._ending.is_set() or not self._config.stays_when_drained:
-                    return
-                await self._next_change()
+            if not await self._finish():
+                continue
+            if self._draining.is_set():
+                await self._give_back()
+            await self._pause()
+            if self._draining.is_set():
+                return
 
     async def _while_tasks_run(
         self, awaited: Coroutine[Any, Any, object], *tasks: asyncio.Task[None]
@@ -297,8 +319,8 @@ class Worker:
     # Intake
 
     async def _intake(self) -> None:
-        """Takes the requests that can start now, until the worker drains."""
-        while not self._draining.is_set():
+        """Takes the requests that can start now, until the worker drains or is to sleep."""
+        while not self._pausing:
             self._changed.clear()
             room = self._room()
             if room == 0:
@@ -329,9 +351,15 @@ class Worker:
             change.cancel()
             await asyncio.gather(work, change, return_exceptions=True)
 
+    @property
+    def _pausing(self) -> bool:
+        """Whether the engine takes no work: it drains, sleeps, or is about to."""
+        sleeps = self.sleeper.wanted is not None or self.sleeper.level is not None
+        return sleeps or self._draining.is_set()
+
     def _room(self) -> int:
         """The number of further requests to take: those that can start now, and the lookahead."""
-        if self._draining.is_set() or self._tracker.has_suspect:
+        if self._pausing or self._tracker.has_suspect:
             return 0
         if self._tracker.requests and self._memory.short:
             return 0
@@ -374,7 +402,8 @@ class Worker:
                 self._on_failure(TimeoutError(problem))
             await self._tracker.beat(list(self._tracker.requests))
             try:
-                await self._tracker.begin(await self._reap())
+                async with self._taking:
+                    await self._tracker.begin(await self._reap())
                 await self._cancel_orphans()
             except BackendUnavailable as error:
                 logger.warning("redis unavailable, nothing reaped", extra={"error": str(error)})
@@ -402,6 +431,7 @@ class Worker:
             tokens_per_second=self._throughput.rate(time.monotonic()),
             last_step_age=self.stalled_for(),
             draining=self._draining.is_set(),
+            sleep_level=self.sleeper.wanted or self.sleeper.level or 0,
             version=self._config.version,
             name=self._config.name,
             shows_batch=self._snapshots is not None,
@@ -415,25 +445,49 @@ class Worker:
             for gateway_id in {leased.gateway_id for leased in self._tracker.requests}:
                 self._reply_writer.keep_alive(gateway_id, KEEP_ALIVE_INTERVAL)
 
-    # Drain
+    # Drain and sleep
 
-    async def _finish_or_give_back(self) -> None:
-        """Waits until nothing runs or the time is up, then gives the rest back; returns early after
-        a recall.
+    async def _finish(self) -> bool:
+        """Waits until nothing runs or the time is up; returns whether that was still wanted.
 
-        Beats at the start and at the end inform other processes.
+        A beat at the start informs other processes.
         """
-        deadline = time.monotonic() + self._config.drain_timeout
-        await self._tracker.beat(())
+        draining = self._draining.is_set()
+        timeout = self._config.drain_timeout if draining else self.sleeper.timeout
+        deadline = time.monotonic() + timeout
+        async with self._taking:  # what is being taken over now is finished or given back, too
+            await self._tracker.beat(())
         while self._tracker.requests and (left := deadline - time.monotonic()) > 0:
             with suppress(TimeoutError):
                 async with asyncio.timeout(left):
                     await self._next_change()
-            if not self._draining.is_set():
-                return
+            if self._draining.is_set() is not draining or not self._pausing:
+                return False
+        return True
+
+    async def _give_back(self) -> None:
+        """Gives what still runs to other engines, and tells other processes."""
         given_back = await self._tracker.give_back()
         logger.info("drained", extra={"given_back": given_back})
         await self._tracker.beat(())
+
+    async def _pause(self) -> None:
+        """Is drained or asleep as long as that is wanted, or until the engine is to end."""
+        while self._pausing:
+            ends = self._ending.is_set() or not self._config.stays_when_drained
+            if self._draining.is_set() and ends:
+                return
+            wanted, level = self.sleeper.wanted, self.sleeper.level
+            if wanted is not None and level is None:
+                # At the same time: while Redis is unreachable, nothing can be given back.
+                asleep = self.sleeper.fall_asleep(wanted)
+                _, self._stats = await asyncio.gather(self._give_back(), asleep)
+                await self._tracker.beat(())
+            elif wanted is None and level is not None:
+                await self.sleeper.wake()
+                await self._tracker.beat(())
+            else:
+                await self._next_change()
 
     async def _next_change(self) -> None:
         self._changed.clear()

@@ -136,7 +136,7 @@ class RedisUsers(PeriodicTask):
     ) -> None:
         """Creates or changes a user on each server where it differs."""
         model = service.served_name
-        user, rules = model_user(model), model_rules(model)
+        user, rules = model_user(model), model_rules(model, service.sharing_group)
         password = self._password(service, annotation)
         digest = hashlib.sha256(password.encode()).hexdigest()
         known = [await server.passwords(user) for server in servers]

@@ -51,7 +51,7 @@ def _settings(service: ModelService, source: Source, track: str) -> Mapping[str,
         chosen["queue_shards"] = spec.queue.shards
     if spec.deletion.waiting_requests == "Hold":
         chosen["hold_waiting"] = True
-    chosen |= adapters(spec).settings
+    chosen |= adapters(spec).settings | _sharing(service)
     chosen |= {
         "model": source.model,
         "served_model_name": service.served_name,
@@ -67,6 +67,19 @@ def _settings(service: ModelService, source: Source, track: str) -> Mapping[str,
     if track == names.CANARY:  # gateways continue with the stable revision's tokenizer and template
         chosen["register_model"] = False
     return {f"{PREFIX}{name.upper()}": _text(value) for name, value in chosen.items()}
+
+
+def _sharing(service: ModelService) -> dict[str, object]:
+    sharing = service.spec.sharing
+    if sharing is None:
+        return {}
+    return {
+        "sharing_group": service.sharing_group,
+        "sharing_sleep_level": sharing.sleep_level,
+        "sharing_min_awake": sharing.min_awake_seconds,
+        "sharing_max_awake": sharing.max_awake_seconds,
+        "sharing_timeout": sharing.timeout_seconds,
+    }
 
 
 def _text(value: object) -> str:

@@ -333,6 +333,7 @@ def _seen(
         draining=scaled.draining,
         problem=problem or pod_problems.problem(pods) or _stalled(status),
         signals_problem=scaled.signals_problem,
+        asleep=scaled.asleep,
     )
 
 

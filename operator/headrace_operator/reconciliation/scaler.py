@@ -32,7 +32,10 @@ DRAIN_MARGIN = 20.0  # seconds after the engine's own drain time until it is rem
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Scaled:
-    """The result. `replicas` is the Deployment's new count: `desired` plus draining engines."""
+    """The result. `replicas` is the Deployment's new count: `desired` plus draining engines.
+
+    `asleep` engines sleep while others have their accelerator.
+    """
 
     replicas: int
     desired: int
@@ -40,6 +43,7 @@ class Scaled:
     decision: Decision | None = None
     signals: Signals | None = None
     signals_problem: str | None = None
+    asleep: int = 0
 
 
 class Scaler:
@@ -89,8 +93,11 @@ class Scaler:
             replicas, still = await self._down(
                 service, pods, cached, deployed=deployed, desired=desired, draining=still, now=now
             )
+        asleep = 0
         if len(pods) <= replicas:  # otherwise Kubernetes has not yet chosen the pods to delete
-            await self._set_right(service, pods, [victim.pod for victim in still], terminating)
+            asleep = await self._set_right(
+                service, pods, [victim.pod for victim in still], terminating
+            )
         return Scaled(
             replicas=replicas,
             desired=desired,
@@ -98,6 +105,7 @@ class Scaler:
             decision=decision,
             signals=signals,
             signals_problem=problem,
+            asleep=asleep,
         )
 
     def forget(self, key: tuple[str, str]) -> None:
@@ -174,8 +182,9 @@ class Scaler:
         pods: Sequence[Manifest],
         victims: Sequence[str],
         terminating: Collection[str],
-    ) -> None:
-        """Recalls draining engines whose pods stay, and drains engines whose pods go.
+    ) -> int:
+        """Recalls draining engines whose pods stay, and drains engines whose pods go; returns how
+        many engines sleep.
 
         SIGTERM may not reach an engine, for example if an image runs it below a shell.
         """
@@ -188,11 +197,13 @@ class Scaler:
             for status in statuses:
                 if not status.draining and names.pod_of_engine(status.engine_id) in terminating:
                     await self._directory.drain(status.engine_id, service.served_name)
+            return sum(status.sleep_level > 0 for status in statuses)
         except BackendUnavailable as error:
             logger.warning(
                 "engines neither drained nor recalled: redis is unreachable",
                 extra={"error": str(error)},
             )
+            return 0
 
     async def _mark(self, namespace: str, planned: DrainPlan) -> None:
         """Sets the deletion costs that make Kubernetes remove the right pods."""

@@ -52,7 +52,8 @@ class Observations:
 
     `problem` is (reason, message) of a problem that will not end by itself. `signals_problem` is
     why there are no signals. `cold_start` is the seconds that an engine needs from its start until
-    it serves. `adapters` None: unknown.
+    it serves. `adapters` None: unknown. `asleep` engines are ready, but others have their
+    accelerator.
     """
 
     replicas: int
@@ -67,6 +68,7 @@ class Observations:
     problem: tuple[str, str] | None = None
     signals_problem: str | None = None
     adapters: tuple[AdapterStatus, ...] | None = ()
+    asleep: int = 0
 
     @property
     def backlog(self) -> int | None:
@@ -101,6 +103,7 @@ def status_of(
         "readyReplicas": seen.ready,
         "desiredReplicas": seen.desired,
         "canaryReplicas": seen.canary,
+        "asleepReplicas": None if service.spec.sharing is None else seen.asleep,
         "reason": most_telling.reason,
         "message": most_telling.message,
         "backlog": seen.backlog,
@@ -186,6 +189,8 @@ _ZERO = {
 def _ready(service: ModelService, seen: Observations) -> Condition:
     if seen.ready > 0:
         text = f"{seen.ready} of {counted(seen.desired)} ready"
+        if seen.asleep:
+            text += f", {seen.asleep} asleep while another has the accelerator"
         if (why := _why_saturated(service, seen)) is not None:
             return Condition(READY, "True", SATURATED, f"{text}; {why}")
         return Condition(READY, "True", "EnginesReady", text)
@@ -204,7 +209,8 @@ def _why_saturated(service: ModelService, seen: Observations) -> str | None:
         return None
     text = "1 request waits" if queue.waiting == 1 else f"{queue.waiting} requests wait"
     text += f", the oldest for {queue.oldest_age:.0f} s"
-    if seen.decision is not None and seen.decision.limited is ScalingLimit.MAX_REPLICAS:
+    awake = seen.asleep == 0
+    if awake and seen.decision is not None and seen.decision.limited is ScalingLimit.MAX_REPLICAS:
         return f"{text}, and scaling.maxReplicas allows no more engines"
     if queue.oldest_age > service.spec.scaling.targets.oldest_age_seconds:
         return f"{text}, longer than scaling.targets.oldestAgeSeconds"

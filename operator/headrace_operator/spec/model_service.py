@@ -23,6 +23,7 @@ from .sections import (
     MonitoringSpec,
     NetworkPolicySpec,
     QueueSpec,
+    SharingSpec,
     SpecSection,
 )
 
@@ -40,6 +41,17 @@ class ModelServiceSpec(SpecSection):
             "|| has(self.scaling.prometheusUrl)",
             "mode keda needs scaling.prometheusUrl",
         ),
+        (
+            "!has(self.sharing) || !has(self.scaling) || !has(self.scaling.maxReplicas) "
+            "|| self.scaling.maxReplicas == 1",
+            "engines that share an accelerator are awake one at a time: scaling.maxReplicas must "
+            "be 1",
+        ),
+        (
+            "!has(self.sharing) || !has(self.engine) || !has(self.engine.tensorParallelSize) "
+            "|| self.engine.tensorParallelSize == 1",
+            "sharing does not support engine.tensorParallelSize above 1",
+        ),
     )
     model: ModelSpec
     """Where the checkpoint comes from."""
@@ -51,6 +63,8 @@ class ModelServiceSpec(SpecSection):
     """Engines wanted, for `kubectl scale` and autoscalers. Read in every mode but operator."""
     scaling: ScalingSpec = ScalingSpec()
     """How many engines run."""
+    sharing: SharingSpec | None = None
+    """An accelerator that the engine shares with those of other ModelServices."""
     drain: DrainSpec = DrainSpec()
     """The handling of running requests when engines leave."""
     deletion: DeletionSpec = DeletionSpec()
@@ -83,6 +97,13 @@ class ModelService:
     def owner(self) -> str:
         """The name of this object in the registry of models."""
         return f"{self.namespace}/{self.name}"
+
+    @property
+    def sharing_group(self) -> str | None:
+        """The group in which the engine shares an accelerator. Its name is that of the queue, which
+        several namespaces may use."""
+        sharing = self.spec.sharing
+        return None if sharing is None else f"{self.namespace}/{sharing.group}"
 
     @property
     def key(self) -> tuple[str, str]:
@@ -122,6 +143,10 @@ def _check_references(spec: ModelServiceSpec) -> None:
         raise InvalidSpec("spec.canary.revision", spec.cel[0][1])
     if spec.scaling.mode == "keda" and spec.scaling.prometheus_url is None:
         raise InvalidSpec("spec.scaling.prometheusUrl", spec.cel[1][1])
+    if spec.sharing is not None and spec.scaling.max_replicas != 1:
+        raise InvalidSpec("spec.scaling.maxReplicas", spec.cel[2][1])
+    if spec.sharing is not None and spec.engine.tensor_parallel_size != 1:
+        raise InvalidSpec("spec.engine.tensorParallelSize", spec.cel[3][1])
     size = spec.engine.tensor_parallel_size
     if size > MAX_TENSOR_PARALLEL_SIZE:
         raise InvalidSpec(

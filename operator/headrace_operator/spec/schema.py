@@ -209,6 +209,9 @@ def status_schema() -> Schema:
             "readyReplicas": _number("Those of them that take requests."),
             "desiredReplicas": _number("Engines that there should be."),
             "canaryReplicas": _number("Engines of the canary that there are."),
+            "asleepReplicas": _number(
+                "Engines that sleep while those of another ModelService have their accelerator."
+            ),
             "reason": _text("What matters most now, in one word: that of one of the conditions."),
             "message": _text("The same, for people."),
             "backlog": _number("Requests that wait for an engine; absent where that is not known."),

@@ -350,6 +350,34 @@ class DrainSpec(SpecSection):
     """How long an engine may finish its work before it gives the rest back to the queue."""
 
 
+class SharingSpec(SpecSection):
+    cel: ClassVar[tuple[tuple[str, str], ...]] = (
+        (
+            "(has(self.minAwakeSeconds) ? self.minAwakeSeconds : 5) "
+            "<= (has(self.maxAwakeSeconds) ? self.maxAwakeSeconds : 60)",
+            "minAwakeSeconds must not be above maxAwakeSeconds",
+        ),
+    )
+    group: ObjectName
+    """Name of the accelerator, in this namespace. ModelServices with the same one take turns: one
+    engine is awake, the others sleep. Their pods must be on that accelerator."""
+    sleep_level: Literal[1, 2] = 1
+    """1 keeps the weights of an engine that sleeps in host memory; 2 drops them, and reads the
+    checkpoint again."""
+    min_awake_seconds: int = Field(5, ge=0, le=86400)
+    """How long an engine with work is awake at least."""
+    max_awake_seconds: int = Field(60, ge=1, le=86400)
+    """How long it is awake at most while requests wait for others."""
+    timeout_seconds: int = Field(10, ge=0, le=86400)
+    """How long it may finish running requests before it sleeps; then they are given back."""
+
+    @model_validator(mode="after")
+    def _bounds(self) -> "SharingSpec":
+        if self.min_awake_seconds > self.max_awake_seconds:
+            raise ValueError(self.cel[0][1])
+        return self
+
+
 class DeletionSpec(SpecSection):
     waiting_requests: Literal["Fail", "Hold"] = "Fail"
     """The handling of requests that wait when the ModelService is deleted: they are answered with

@@ -65,12 +65,14 @@ class Watcher:
 
 
 def state_of(engine: EngineView, max_step_age: float) -> str:
-    """Returns the engine's state: ready, draining, hung or silent."""
+    """Returns the engine's state: ready, asleep, draining, hung or silent."""
     detailed = engine.sight.snapshot is not None
     if engine.sight.age > (SILENT_SNAPSHOTS_S if detailed else SILENT_BEATS_S):
         return "silent"
     if engine.status.draining:
         return "draining"
+    if engine.status.sleep_level:
+        return "asleep"
     return "hung" if engine.status.last_step_age > max_step_age else "ready"
 
 

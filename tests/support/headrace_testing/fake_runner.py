@@ -19,6 +19,7 @@ from zlib import crc32
 import numpy as np
 import numpy.typing as npt
 
+from headrace_engine.core.config import SleepLevel
 from headrace_engine.core.kv_cache_groups import KVGroups
 from headrace_engine.core.outputs import SampledToken, TokenLogprobs
 from headrace_engine.core.pooler_config import PoolerConfig
@@ -80,6 +81,7 @@ class FakeRunner:
         self.draft_head: DraftingHead | None = None
         self.adapters = frozenset(ADAPTERS)
         self.steps: list[SchedulerOutput] = []
+        self.sleep_level = 0
         self.shared_kv_cache: SharedKVCache | None = None
         self.host_kv_cache = FakeHostKVCache(num_host_blocks) if num_host_blocks else None
         self._prompt_seconds = prompt_seconds
@@ -98,6 +100,7 @@ class FakeRunner:
         return self.kv_groups.capacity(self.num_blocks, self.block_size)
 
     def execute(self, scheduler_output: SchedulerOutput) -> StepResult:
+        assert not self.sleep_level, "a step of a runner that sleeps"
         check_scheduler_output(scheduler_output)
         self.steps.append(scheduler_output)
         _copy(self._kv, self._host, scheduler_output.swap_out)
@@ -118,6 +121,16 @@ class FakeRunner:
         seconds, swapping = self._seconds(scheduler_output)
         scored = tuple(_scores(item) for item in scheduler_output.scheduled if item.scores)
         return StepResult(sampled, seconds=seconds, swap_seconds=swapping, scored=scored)
+
+    def sleep(self, level: SleepLevel) -> None:
+        """Loses all KV on the device."""
+        self.sleep_level = level
+        self._kv.fill(-1)
+        self._states.clear()
+        self._submitted = None
+
+    def wake_up(self) -> None:
+        self.sleep_level = 0
 
     def buffers(self, block: int) -> list[memoryview]:
         """The memory of a host block."""

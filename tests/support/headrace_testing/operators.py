@@ -113,7 +113,9 @@ async def register_model(scene: Scene, name: str, owner: str) -> None:
     await scene.registry.register(model, {})
 
 
-def engine_status(pod: str, *, running: int = 0, draining: bool = False) -> EngineStatus:
+def engine_status(
+    pod: str, *, running: int = 0, draining: bool = False, sleep_level: int = 0
+) -> EngineStatus:
     """The status that the engine in a pod reports."""
     return EngineStatus(
         engine_id=f"{pod}.1.abc",
@@ -126,6 +128,7 @@ def engine_status(pod: str, *, running: int = 0, draining: bool = False) -> Engi
         last_step_age=0.0,
         draining=draining,
         version="1",
+        sleep_level=sleep_level,
     )
 
 

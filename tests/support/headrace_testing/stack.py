@@ -27,11 +27,12 @@ class EngineProcess(HeadraceProcess):
         redis_url: str,
         log: Path,
         *flags: str,
+        model: str = MODEL,
         env: Mapping[str, str] | None = None,
         start: Starter = start_program,
     ) -> None:
         self.metrics_port = free_port()
-        arguments = ["--model", str(checkpoint), "--served-model-name", MODEL]
+        arguments = ["--model", str(checkpoint), "--served-model-name", model]
         arguments += ["--redis-url", redis_url, "--dtype", "float32", "--threads", "1"]
         arguments += ["--lease", str(LEASE_S), "--beat-interval", "0.5", "--num-blocks", "2048"]
         arguments += ["--metrics-port", str(self.metrics_port), *flags]

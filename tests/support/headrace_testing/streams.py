@@ -25,8 +25,11 @@ class Crowd:
     """Streaming completions, one for each case, spread over gateways; `received` grows
     meanwhile."""
 
-    def __init__(self, urls: Sequence[str], cases: Sequence[GreedyCase]) -> None:
+    def __init__(
+        self, urls: Sequence[str], cases: Sequence[GreedyCase], model: str = MODEL
+    ) -> None:
         self._urls = urls
+        self._model = model
         self._cases = cases
         self.received = [Received() for _ in cases]
 
@@ -40,7 +43,7 @@ class Crowd:
     async def _stream(self, client: httpx.AsyncClient, number: int) -> None:
         case, received = self._cases[number], self.received[number]
         body = {
-            "model": MODEL,
+            "model": self._model,
             "prompt": list(case.prompt),
             "max_tokens": len(case.output),
             "temperature": 0,

@@ -259,8 +259,9 @@ def test_prompts_with_the_same_beginning_prefer_the_same_engines() -> None:
     assert first is not None and first == second and first.capacity == 8 * 16
     assert len({prefix_key(each, 128) for each in (request, alike, *others)}) == 3
     assert placement_of(request, engines[:1], **options) is None  # type: ignore[arg-type]
-    draining = [engines[0], replace(engines[1], draining=True)]
-    assert placement_of(request, draining, **options) is None  # type: ignore[arg-type]
+    for state in ({"draining": True}, {"sleep_level": 1}):
+        one = [engines[0], replace(engines[1], **state)]
+        assert placement_of(request, one, **options) is None  # type: ignore[arg-type]
 
 
 def test_an_engine_that_goes_moves_its_own_prompts_only() -> None:

@@ -19,13 +19,15 @@ from headrace_common.protocol.frames import encode_control
 from headrace_common.protocol.redis.adapters import RedisAdapterSets
 from headrace_common.protocol.redis.client.client import Command
 from headrace_common.protocol.redis.registry import RedisModelRegistry
-from headrace_common.protocol.redis.users import KEYS, ROLES, KeyScope, role_line
+from headrace_common.protocol.redis.slots import RedisSlot
+from headrace_common.protocol.redis.users import KEYS, ROLES, KeyScope, model_rules, role_line
 from headrace_common.protocol.registry import (
     RegisteredModel,
     RegistrationGrant,
     RegistryError,
     digest_of,
 )
+from headrace_common.protocol.slots import SlotAction
 from headrace_common.protocol.status import encode_status
 from headrace_common.sealing.keyring import Keyring, new_key
 from headrace_common.wire import keys
@@ -99,9 +101,27 @@ async def test_every_command_on_every_key_of_others_is_refused_to_scripts(
 async def test_a_models_keys_can_be_used_by_its_engines(redis_backend: OverUsers) -> None:
     client = redis_backend.connect("engine").client
     for rule in KEYS:
-        if rule.place not in (KeyScope.NOWHERE, KeyScope.READ):
+        if rule.place not in (KeyScope.NOWHERE, KeyScope.READ, KeyScope.OF_GROUP):
             *_, own = names_of(rule, MODEL)
             await client.command("DEL", own)
+
+
+async def test_engines_of_a_group_can_use_its_slot_and_no_other(
+    redis_backend: OverUsers,
+) -> None:
+    rules = model_rules(MODEL, "ns/gpu")
+    await redis_backend.client.command("ACL SETUSER", "sharing", "on", ">secret", *rules)
+    connection = redis_backend.connect()
+    await connection.client.command("AUTH", "sharing", "secret")
+    try:
+        slot = RedisSlot(connection, "ns/gpu", "e", MODEL)
+        assert await slot.demand() is None
+        assert (await slot.act(SlotAction.TAKE, None)).turn.holder == "e"
+        for other in ("ns/gpu2", "other/gpu", "*"):
+            with pytest.raises(BackendUnfit):
+                await RedisSlot(connection, other, "e", MODEL).act(SlotAction.TAKE, None)
+    finally:
+        await redis_backend.client.command("ACL DELUSER", "sharing")
 
 
 async def test_shared_keys_can_be_read_but_not_written(redis_backend: OverUsers) -> None:

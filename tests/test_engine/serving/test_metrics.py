@@ -74,6 +74,7 @@ def metrics_of(
     clock: Clock | None = None,
     stats: SchedulerStats = STATS,
     adapters: LoRAStats | None = None,
+    sleep_level: int = 0,
 ) -> EngineMetrics:
     return EngineMetrics(
         telemetry,
@@ -84,6 +85,7 @@ def metrics_of(
         stats=lambda: stats,
         step_age=lambda: 2.5,
         lora_stats=lambda: adapters,
+        sleep_level=lambda: sleep_level,
         clock_ns=clock or Clock(),
     )
 
@@ -216,6 +218,19 @@ def test_routers_find_which_adapters_run(telemetry: Telemetry) -> None:
     families = scrape(telemetry.server.url)
 
     assert value(families, "vllm:lora_requests_info", model_name="demo", **labels) > 0
+
+
+@pytest.mark.parametrize(
+    ("level", "name"), [(0, "awake"), (1, "weights_offloaded"), (2, "discard_all")]
+)
+def test_the_state_of_sleep_has_vllms_name(telemetry: Telemetry, level: int, name: str) -> None:
+    metrics_of(telemetry, sleep_level=level)
+    assert telemetry.server is not None
+    states = {
+        sample.labels["sleep_state"]: sample.value
+        for sample in scrape(telemetry.server.url)["vllm:engine_sleep_state"].samples
+    }
+    assert states == {each: each == name for each in ("awake", "weights_offloaded", "discard_all")}
 
 
 def test_a_requests_spans_are_written_when_it_ends() -> None:

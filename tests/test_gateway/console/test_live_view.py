@@ -43,6 +43,8 @@ def shown(*engines: EngineView, watcher: Watcher = EVERYBODY, **fields: Any) -> 
     [
         (engine(), "ready"),
         (engine(draining=True), "draining"),
+        (engine(sleep_level=1), "asleep"),
+        (engine(draining=True, sleep_level=2), "draining"),
         (engine(last_step_age=61.0), "hung"),
         (engine(2.5), "silent"),
         (engine(2.5, draining=True), "silent"),

@@ -302,6 +302,17 @@ async def test_an_engine_whose_pod_is_deleted_gets_drain(user: User, scene: Scen
         assert set(scene.drained) == {"going.1.abc"}
 
 
+async def test_the_status_says_which_of_two_services_sleeps(user: User, scene: Scene) -> None:
+    sharing = {"group": "gpu"}
+    await user.create(pod("a", "qwen"))
+    scene.statuses = [engine_status("a", sleep_level=2)]
+    async with operator(user, scene):
+        await user.create(body(sharing=sharing))
+        await until(lambda: status(user).get("asleepReplicas") == 1)
+        scene.statuses = [engine_status("a")]
+        await until(lambda: status(user).get("asleepReplicas") == 0)
+
+
 async def test_an_engine_that_has_no_pod_goes_before_one_that_serves(
     user: User, scene: Scene
 ) -> None:

@@ -13,6 +13,7 @@ from redis.exceptions import RedisError
 from headrace_common.protocol.redis.client.connection import Connection, ConnectionConfig
 from headrace_common.protocol.redis.registry import RedisModelRegistry
 from headrace_common.protocol.redis.users import model_user
+from headrace_common.wire.keys import slot
 from headrace_operator import names
 from headrace_operator.cleaning.redis_users import ROTATED, RedisUsers
 from headrace_operator.cluster.cluster import Cluster
@@ -104,6 +105,19 @@ async def test_a_model_service_gets_its_models_redis_user(
     first = password(user)
     await users.run_once()
     assert password(user) == first and await passwords(over) == 1
+
+
+async def test_engines_that_share_an_accelerator_may_use_its_slot(
+    user: User, users: RedisUsers, server: ValkeyServer, tmp_path: Path
+) -> None:
+    await user.create(body(model=CHAT, sharing={"group": "gpu"}))
+    await users.run_once()
+    assert await may_connect(server, tmp_path, password(user))
+    connection = Connection(ConnectionConfig(url=server.url, credentials=tmp_path))
+    assert await connection.client.command("HGETALL", slot(f"{NAMESPACE}/gpu")) == {}
+    with pytest.raises(Exception, match="(?i)no permission"):
+        await connection.client.command("HGETALL", slot("other/gpu"))
+    await connection.close()
 
 
 async def test_old_and_new_passwords_both_work_for_a_while(

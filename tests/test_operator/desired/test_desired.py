@@ -5,7 +5,9 @@ from typing import Any
 
 import pytest
 
+from headrace_common.protocol.turns import TurnBounds
 from headrace_engine.serving.settings import EngineSettings
+from headrace_engine.serving.sharing_config import SharingConfig
 from headrace_operator import names
 from headrace_operator.desired import companions
 from headrace_operator.desired.adapters import folders
@@ -76,6 +78,23 @@ def test_every_engine_variable_is_a_setting_of_the_engine(
     assert (read.kv_cache_memory, read.memory_utilization) == (2 * 2**30, 0.85)
     assert (read.redis_url, read.queue_shards) == ("redis://queue:6379/0", 3)
     assert (read.metrics_host, read.metrics_port) == ("0.0.0.0", names.METRICS_PORT)
+
+
+def test_sharing_is_settings_of_the_engine(monkeypatch: pytest.MonkeyPatch) -> None:
+    sharing = {
+        "group": "gpu",
+        "sleepLevel": 2,
+        "minAwakeSeconds": 3,
+        "maxAwakeSeconds": 30,
+        "timeoutSeconds": 4,
+    }
+    for name, value in env(sharing=sharing).items():
+        if name.startswith(PREFIX):
+            monkeypatch.setenv(name, value)
+    read = EngineSettings()
+    assert read.sharing_group == service(sharing=sharing).sharing_group == "models/gpu"
+    assert read.sharing == SharingConfig(2, TurnBounds(3, 30), 4, read.lease)
+    assert not {name for name in env() if "SHARING" in name}
 
 
 def test_adapters_are_settings_and_volumes_of_the_engine(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -137,6 +137,26 @@ def test_a_saturated_service_says_how_many_requests_wait_and_why() -> None:
     )
 
 
+def test_a_service_that_shares_an_accelerator_says_whether_its_engine_sleeps() -> None:
+    sharing = {"group": "gpu"}
+    found = seen(
+        ready=1,
+        desired=1,
+        asleep=1,
+        signals=waiting(16, age=12.3),
+        decision=decision(limited=ScalingLimit.MAX_REPLICAS),
+    )
+    written = status.status_of(service(sharing=sharing), found, {}, NOW)
+    assert written["asleepReplicas"] == 1
+    assert written["message"] == (
+        "1 of 1 engine ready, 1 asleep while another has the accelerator; 16 requests wait, the "
+        "oldest for 12 s, longer than scaling.targets.oldestAgeSeconds"
+    )
+    awake = status.status_of(service(sharing=sharing), seen(), {}, NOW)
+    assert awake["asleepReplicas"] == 0 and "asleep" not in awake["message"]
+    assert status.status_of(service(), seen(), {}, NOW)["asleepReplicas"] is None
+
+
 def test_the_status_shows_the_engines_load_in_whole_numbers() -> None:
     found = status.status_of(service(), seen(signals=waiting(3), cold_start=27.6), {}, NOW)
     shown = ("backlog", "tokensPerSecond", "kvCachePercent", "coldStartSeconds")

@@ -96,6 +96,22 @@ def test_the_served_name_may_differ_from_the_object() -> None:
         ({"scaling": {"mode": "hpa", "minReplicas": 0}}, "spec.scaling", "scale to zero"),
         ({"scaling": {"mode": "keda"}}, "spec.scaling.prometheusUrl", "mode keda needs"),
         ({"scaling": {"mode": "magic"}}, "spec.scaling.mode", "'magic' is wrong"),
+        ({"sharing": {"group": "Gpu 0"}}, "spec.sharing.group", "Gpu 0 is wrong"),
+        (
+            {"sharing": {"group": "gpu", "minAwakeSeconds": 9, "maxAwakeSeconds": 8}},
+            "spec.sharing",
+            "minAwakeSeconds must not be above",
+        ),
+        (
+            {"sharing": {"group": "gpu"}, "scaling": {"maxReplicas": 2}},
+            "spec.scaling.maxReplicas",
+            "one at a time",
+        ),
+        (
+            {"sharing": {"group": "gpu"}, "engine": {"tensorParallelSize": 2}},
+            "spec.engine.tensorParallelSize",
+            "sharing does not support",
+        ),
         ({"canary": {"replicas": 1}}, "spec.canary", "needs an image or a revision"),
         (
             {"model": {"image": {"reference": "r/m:1"}}, "canary": {"revision": "x"}},
@@ -195,7 +211,7 @@ def test_rules_of_sections_are_rules_of_the_schema() -> None:
     spec = schema.spec_schema()
     found = [rule for node in _walk(spec) for rule in node.get("x-kubernetes-validations", ())]
     ours = {rule["message"] for rule in found if "messageExpression" not in rule}
-    assert len(ours) == 11
+    assert len(ours) == 14
 
 
 def test_no_error_shows_a_regular_expression() -> None:
@@ -244,6 +260,8 @@ def test_engine_settings_are_those_of_the_engine() -> None:
     own |= {"tensor_parallel_size", "redis_credentials", "sealing_keys_file", "sealing_mode"}
     own |= {"enable_lora", "lora_modules", "max_loras", "max_lora_rank", "max_cpu_loras"}
     own |= {"lora_dir", "lora_hub", "lora_experts"}
+    own |= {"enable_sleep_mode", "sharing_group", "sharing_sleep_level", "sharing_timeout"}
+    own |= {"sharing_min_awake", "sharing_max_awake"}
     assert set(EngineSettingsSpec.model_fields) == set(EngineSettings.model_fields) - own
 
 

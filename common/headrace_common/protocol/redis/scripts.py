@@ -37,6 +37,8 @@ NAMES = (
     "probe",
     "tally",
     "share",
+    "demand",
+    "slot",
 )
 # Scripts that need further helpers before them.
 _HELPERS: dict[str, tuple[str, ...]] = {

@@ -288,7 +288,7 @@ class ShardedEngineQueue:
         It limits writes that only the beats of other shards cause.
         """
         late = time.monotonic() - self._said_at >= STATUS
-        return late or self._said is None or status.draining != self._said.draining
+        return late or self._said is None or status.takes_work != self._said.takes_work
 
     async def _beat_first(
         self, own: Sequence[Progress], status: EngineStatus

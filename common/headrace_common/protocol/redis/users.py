@@ -21,6 +21,7 @@ class KeyScope(Enum):
     OF_ENGINE = "{e.*}:{}"
     GRANTED = "{m}:{}"
     READ = "{sc}"  # a model's user may only read it
+    OF_GROUP = "{s.}"  # of engines that share an accelerator, whatever their models are
     NOWHERE = "*"  # a model's user may not touch it
 
 
@@ -45,9 +46,13 @@ class KeyRule:
         read = self.read_only or self.place is KeyScope.READ  # a rule that Redis knows since 7.0
         return [f"{'%R' if read else ''}~{pattern}" for pattern in self._patterns(model)]
 
+    def of_group(self, group: str) -> str:
+        """The rule for a user whose engines are in a group."""
+        return f"~{self.prefix}:{{s.{quote(group, safe='-_.~/')}}}"
+
     def _patterns(self, model: str) -> list[str]:
         name = quote(model, safe="-_.~/")  # as in keys: no special character of patterns is left
-        if self.place is KeyScope.NOWHERE:
+        if self.place in (KeyScope.NOWHERE, KeyScope.OF_GROUP):
             return []
         if self.place in (KeyScope.SHARD, KeyScope.IN_SHARD):
             rest = ":*" if self.place is KeyScope.IN_SHARD else ""
@@ -78,6 +83,7 @@ KEYS = (
     KeyRule("me", KeyScope.GRANTED, (GATEWAY, OPERATOR), "{m}:*"),
     KeyRule("av", KeyScope.NOWHERE, _ALL, "{m}"),
     KeyRule("as", KeyScope.GRANTED, _ALL, "{m}:*", read_only=True),
+    KeyRule("sl", KeyScope.OF_GROUP, (ENGINE,)),
     KeyRule("ml", KeyScope.NOWHERE, _STORE, "{m}:*"),
     *(KeyRule(prefix, KeyScope.NOWHERE, _STORE) for prefix in ("rq", "rw", "ra")),
     KeyRule("rk", KeyScope.NOWHERE, _STORE, "{rk}"),
@@ -117,9 +123,13 @@ def role_rules(role: str) -> list[str]:
     return [*patterns, *_commands(role)]
 
 
-def model_rules(model: str) -> list[str]:
-    """The permissions of a user for engines of one model."""
+def model_rules(model: str, group: str | None = None) -> list[str]:
+    """The permissions of a user for engines of one model, which share an accelerator with those of
+    the `group`."""
     patterns = [pattern for keys in KEYS for pattern in keys.of_model(model)]
+    if group is not None:
+        shared = [keys for keys in KEYS if keys.place is KeyScope.OF_GROUP]
+        patterns += [keys.of_group(group) for keys in shared]
     return [*patterns, *_commands(ENGINE)]
 
 
@@ -133,9 +143,9 @@ def role_line(role: str) -> str:
     return " ".join(["user", USER + role, "on", *role_rules(role)])
 
 
-def model_line(model: str) -> str:
+def model_line(model: str, group: str | None = None) -> str:
     """A model's user as a line of an ACL file, without a password."""
-    return " ".join(["user", model_user(model), "on", *model_rules(model)])
+    return " ".join(["user", model_user(model), "on", *model_rules(model, group)])
 
 
 def _commands(role: str) -> list[str]:

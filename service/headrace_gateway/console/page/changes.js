@@ -5,6 +5,7 @@ import { engineName, plural, shortRequest } from "./format.js";
 const STATES = {
   ready: "is ready",
   draining: "takes no new requests and drains",
+  asleep: "sleeps: it has given its memory back",
   hung: "hangs: it makes no steps",
   silent: "is silent: its requests go to other engines",
   starting: "starts",

@@ -135,7 +135,7 @@ STOP = (
     Stop(f"{_ENGINE}/serving/worker.py", "end", "takes no more requests"),
     Stop(
         f"{_ENGINE}/serving/worker.py",
-        "_finish_or_give_back",
+        "_finish",
         "waits for running requests, at most for `drain_timeout`",
     ),
     Stop(
