@@ -3,6 +3,7 @@ compiled and no device is needed.
 """
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from itertools import product
 
 import torch
@@ -316,9 +317,12 @@ def _tune_float8(
 
 
 def _mix(capability: tuple[int, int], shape: ModelShape, experts: ExpertsConfig) -> None:
-    """Runs a mixture on one token, and on as many tokens as fill the tiles of each size."""
+    """Runs a mixture on one token, and on as many tokens as fill the tiles of each size; also on a
+    rank that has half of the experts."""
     sizes = [average * experts.count // experts.per_token for average in EXPERT_ROWS]
-    for parts in mixtures(shape, experts):
+    half = replace(experts, local_range=(experts.count // 2, experts.count))
+    found = mixtures(shape, experts)
+    for parts in (*found, replace(found[0], config=half)):
         for deterministic in (False, True):
             moe = triton_experts.GroupedMoe(
                 parts, capability=capability, deterministic=deterministic

@@ -102,6 +102,7 @@ FLAGS: Mapping[str, Entry] = {
     # The engine.
     "tensor_parallel_size": Same(),
     "tp": Renamed("tensor_parallel_size"),
+    "enable_expert_parallel": Same(),
     "block_size": Same(),
     "swap_space": Same(),
     "kv_cache_dtype": Same(),
@@ -141,7 +142,6 @@ FLAGS: Mapping[str, Entry] = {
     "max_parallel_loading_workers": Needless("weights are mapped, not copied", Arity.ONE),
     "pipeline_parallel_size": Absent("use --tensor-parallel-size; docs/parallelism.md"),
     "pp": Absent("use --tensor-parallel-size; docs/parallelism.md"),
-    "enable_expert_parallel": Absent("use --tensor-parallel-size; docs/parallelism.md", _SWITCH),
     "data_parallel_address": Absent(_ONE_MACHINE),
     "data_parallel_size_local": Absent(_ONE_MACHINE),
     "nnodes": Absent(_ONE_MACHINE),

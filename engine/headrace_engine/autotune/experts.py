@@ -68,7 +68,8 @@ def _name_of(shape: MixtureShape, dtype: torch.dtype) -> str:
     sizes = f"{shape.per_token} of {shape.experts}, {shape.inner}x{shape.hidden}"
     group = f" by {shape.group}" if shape.group else ""
     bits = f" of {shape.bits} bits" if shape.bits else ""
-    return f"{sizes}, {' and '.join(kinds)}{bits}{group}"
+    local = f", {shape.experts - shape.elsewhere} here" if shape.elsewhere else ""
+    return f"{sizes}{local}, {' and '.join(kinds)}{bits}{group}"
 
 
 def _name(launch: ExpertLaunch) -> str:

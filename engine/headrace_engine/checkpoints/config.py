@@ -61,6 +61,8 @@ class ExpertsConfig:
     read. With `shortcut` no layer has a mixture instead of its MLP. Instead every even layer has
     one beside it, which reads the same row, and whose result is added to that of the next layer
     (LongCat-Flash, https://arxiv.org/abs/2509.01322).
+
+    `local_range` are the experts [start, stop) whose weights are in this process; None: all.
     """
 
     count: int
@@ -81,6 +83,12 @@ class ExpertsConfig:
     scaled_inputs: bool = False
     zero: int = 0
     shortcut: bool = False
+    local_range: tuple[int, int] | None = None
+
+    @property
+    def local(self) -> range:
+        """The experts whose weights are in this process."""
+        return range(*(self.local_range or (0, self.count)))
 
     @property
     def choices(self) -> int:

@@ -22,10 +22,33 @@ SECONDS_BETWEEN_LINES = 10.0
 
 
 @dataclass(frozen=True, slots=True)
+class Portion:
+    """Parts [start, stop) of a tensor's `count` equal parts."""
+
+    start: int
+    stop: int
+    count: int
+
+    def joined(self, other: "Portion") -> "Portion":
+        """The portion from the first part of both to the last one."""
+        first, last = min(self.start, other.start), max(self.stop, other.stop)
+        return Portion(first, last, self.count)
+
+
+WHOLE = Portion(0, 1, 1)
+
+
+@dataclass(frozen=True, slots=True)
 class FileRange:
     file: Path
     start: int
     stop: int
+
+    def of(self, portion: Portion) -> "FileRange":
+        """The bytes of a portion of the tensor that this is."""
+        length = (self.stop - self.start) // portion.count
+        first = self.start + portion.start * length
+        return FileRange(self.file, first, first + (portion.stop - portion.start) * length)
 
 
 class ReadAhead:

@@ -12,11 +12,13 @@ import torch
 from headrace_common.text.gguf.files import is_gguf
 
 from .gguf_tensors import GGUFTensors
-from .loading import FileRange, LoadProgress, ReadAhead
+from .loading import WHOLE, FileRange, LoadProgress, Portion, ReadAhead
 from .safetensors_folder import INDEX_FILE, SINGLE_FILE, SafetensorsFolder
 from .tensor_info import Shape, TensorInfo
 
-__all__ = ["INDEX_FILE", "SINGLE_FILE", "Shape", "TensorFiles", "TensorInfo", "scan"]
+__all__ = [
+    "INDEX_FILE", "SINGLE_FILE", "WHOLE", "Portion", "Shape", "TensorFiles", "TensorInfo", "scan",
+]  # fmt: skip
 
 
 class TensorStore(Protocol):
@@ -48,12 +50,13 @@ class TensorFiles:
         self._ranges: dict[str, FileRange] = {}
         self._left: set[str] = set()
 
-    def plan(self, names: Iterable[str]) -> None:
-        """Begins to read ahead these tensors, which will be loaded roughly in this order."""
-        wanted = list(dict.fromkeys(names))
-        self._ranges |= self._store.ranges(wanted)
-        ranges = [self._ranges[name] for name in wanted]
-        self._left = set(wanted)
+    def plan(self, portions: Mapping[str, Portion]) -> None:
+        """Begins to read ahead these portions of tensors, which will be loaded roughly in this
+        order."""
+        places = self._store.ranges(portions)
+        ranges = [places[name].of(portion) for name, portion in portions.items()]
+        self._ranges |= zip(portions, ranges, strict=True)
+        self._left = set(portions)
         if self._progress is not None:
             self._progress.begin(sum(one.stop - one.start for one in ranges))
         self._ahead = ReadAhead(ranges)

@@ -37,7 +37,8 @@ class EngineConfig:
     matryoshka_dimensions) replaces the checkpoint's own.
 
     Processes: `tensor_parallel_size` processes share the model, each with its own GPU (or a part of
-    the cores). `kv_cache_bytes`, `swap_space` and `threads` are for each process.
+    the cores). With `enable_expert_parallel` each of them has whole experts of a mixture, otherwise
+    a part of every expert. `kv_cache_bytes`, `swap_space` and `threads` are for each process.
 
     KV cache: without `kv_cache_bytes` and `num_blocks` its size is measured: on GPUs
     `memory_utilization` of the total memory, on CPUs of the available memory, minus what the
@@ -70,6 +71,7 @@ class EngineConfig:
     dtype: DType = "auto"
     device: str = "auto"
     tensor_parallel_size: int = 1
+    enable_expert_parallel: bool = False
     attention_backend: str = "auto"
     model_implementation: Literal["auto", "native", "transformers"] = "auto"
     task: Literal["auto", "generate", "embed"] = "auto"

@@ -39,7 +39,7 @@ def load_model(config: EngineConfig, launch: Launcher = RankProcess) -> PlacedMo
     with ExitStack() as started:
         peers = RankProcesses(config, device.type, launch)
         started.callback(peers.close)
-        placed = place_model(config, Shard(0, size, peers.group))
+        placed = place_model(config, Shard(0, size, peers.group, config.enable_expert_parallel))
         peers.connect()
         started.pop_all()
     model = RankZeroModel(placed.model, peers, placed.layout)
@@ -74,7 +74,7 @@ def _check_model(config: EngineConfig) -> None:
             f"tensor_parallel_size {size} does not support recurrent layers, which {name} has: use "
             "tensor_parallel_size 1"
         )
-    check_divisible(ModelConfig.from_hf(checkpoint), size)
+    check_divisible(ModelConfig.from_hf(checkpoint), size, config.enable_expert_parallel)
 
 
 def _threads(size: int, device: torch.device) -> int | None:

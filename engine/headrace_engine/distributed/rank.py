@@ -180,7 +180,7 @@ def serve(rank: int, size: int, connection: Connection, greeting: dict[str, Any]
     try:
         config = EngineConfig(**greeting["config"])
         group = Group(rank, size, greeting["device"])
-        placed = place_model(config, Shard(rank, size, group))
+        placed = place_model(config, Shard(rank, size, group, config.enable_expert_parallel))
         commands.answer(connection)
         Rank(config, placed, group, Path(greeting["store"]), connection).serve()
     except Disconnected:

@@ -155,6 +155,7 @@ class SparseMoe:
     Experts are computed together if their layers support it and no adapter changes them; else one
     by one, which waits for the device to learn how many rows each expert has. Experts after the
     last one return their rows, or nothing without `returns_rows`: one of several ranks adds them.
+    `experts` are those of this process; what others compute is not in the sum.
     """
 
     router: Linear
@@ -189,6 +190,7 @@ class SparseMoe:
     ) -> torch.Tensor:
         """The weighted sum of the chosen experts' results for x, or the sum of their results for
         weighted x, without the shared expert."""
+        chosen = self._numbered(chosen)
         if self._joined is not None and (lora is None or not lora.experts):
             return self._joined(x, weights, chosen)
         order = chosen.flatten().argsort(stable=True)
@@ -201,6 +203,16 @@ class SparseMoe:
         placed = torch.empty_like(computed).index_copy_(0, order, computed)
         placed = placed.view(*chosen.shape, x.shape[1]).float()
         return torch.einsum("tk,tkh->th", weights, placed).to(x.dtype)
+
+    def _numbered(self, chosen: torch.Tensor) -> torch.Tensor:
+        """Numbers `experts` from 0. Experts that return rows follow; those of other processes are
+        `config.choices`."""
+        config, local = self.config, self.config.local
+        if config.local_range is None:
+            return chosen
+        here = (chosen >= local.start) & (chosen < local.stop)
+        elsewhere = torch.where(chosen < config.count, config.choices, len(local))
+        return torch.where(here, chosen - local.start, elsewhere)
 
     def route(
         self, x: torch.Tensor, lora: LayerLoRA | None = None
@@ -215,7 +227,8 @@ class SparseMoe:
         self, rows: torch.Tensor, chosen: torch.Tensor, lora: ExpertRows | None
     ) -> torch.Tensor:
         """Computes rows [T * K, H], sorted by expert, each with its expert."""
-        counts = torch.bincount(chosen.flatten(), minlength=self.config.choices).tolist()
+        choices = self.config.choices
+        counts = torch.bincount(chosen.flatten(), minlength=choices + 1).tolist()
         output, start = torch.empty_like(rows), 0
         for index, (expert, count) in enumerate(zip(self.experts, counts, strict=False)):
             if count:
@@ -223,5 +236,7 @@ class SparseMoe:
                 adapted = None if lora is None else lora.part(index, start, stop)
                 output[start:stop] = expert(rows[start:stop], adapted)
                 start = stop
-        output[start:] = rows[start:] if self.returns_rows else 0
+        stop = len(rows) - counts[choices]
+        output[start:stop] = rows[start:stop] if self.returns_rows else 0
+        output[stop:] = 0
         return output

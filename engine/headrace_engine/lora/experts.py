@@ -24,7 +24,8 @@ class LinearAdapters(Protocol):
 
 
 class LoRAExperts:
-    """Memory for the adapters' matrices in all experts of a layer. Each adapter has a slot.
+    """Memory for the adapters' matrices in a layer's experts of this process. Each adapter has a
+    slot.
 
     down   [slots, experts, max_rank, in]    A, up to an adapter's rank
     up     [slots, experts, max_rank, out]   B transposed, likewise
@@ -40,7 +41,7 @@ class LoRAExperts:
         device: torch.device,
     ) -> None:
         self.shape, self.max_rank = shape, max_rank
-        room = (slots, shape.experts, max_rank)
+        room = (slots, len(shape.local_experts), max_rank)
         self.down = torch.zeros(*room, shape.inputs, dtype=dtype, device=device)
         self.up = torch.zeros(*room, shape.outputs, dtype=dtype, device=device)
         self.ranks = torch.zeros(slots, dtype=torch.int32, device=device)
@@ -50,18 +51,21 @@ class LoRAExperts:
         return self._ranks[slot]
 
     def of(self, expert: int) -> LinearAdapters:
+        """The adapters of one of this process's experts, which are numbered from 0."""
         return _Expert(self, expert)
 
     def put(self, slot: int, factors: Factors | None) -> None:
-        """Copies this process's part of the matrices [experts, rank, ...] into a slot.
+        """Copies this process's part of the matrices of all experts [experts, rank, ...] into a
+        slot.
 
         The device copies after all work that was launched before.
         """
         rank = 0 if factors is None else factors.down.shape[1]
         if factors is not None:
             (columns,) = self.shape.parts.values()
-            self.down[slot, :, :rank].copy_(self.shape.local.of(factors.down))
-            self.up[slot, :, :rank].copy_(columns.local.of(factors.up))
+            first, stop = self.shape.local_experts.start, self.shape.local_experts.stop
+            self.down[slot, :, :rank].copy_(self.shape.local.of(factors.down[first:stop]))
+            self.up[slot, :, :rank].copy_(columns.local.of(factors.up[first:stop]))
         self._ranks[slot] = rank
         self.ranks[slot].fill_(rank)
 

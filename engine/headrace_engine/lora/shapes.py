@@ -57,13 +57,14 @@ class Columns:
 class LinearShape:
     """A merged layer, and the checkpoint's modules that it consists of. `inputs` and `outputs` are
     those of this process; `local` says which inputs these are. `experts` above 0 means that many
-    layers of this shape, one for each expert."""
+    layers of this shape, one for each expert; those in `local_experts` are in this process."""
 
     inputs: int
     outputs: int
     parts: Mapping[str, Columns]
     local: LocalPart
     experts: int = 0
+    local_experts: range = range(0)
 
 
 # One entry for each decoder layer.
@@ -158,8 +159,8 @@ def mixture_shapes(
         "router": _linear(hidden, {"gate": experts.count}, "mlp", cut),
     }
     if not experts.scaled_inputs:
-        shapes["experts_gate_up"] = _of_all(upper, EXPERTS_GATE_UP, experts.count)
-        shapes["experts_down"] = _of_all(lower, EXPERTS_DOWN, experts.count)
+        shapes["experts_gate_up"] = _of_all(upper, EXPERTS_GATE_UP, experts)
+        shapes["experts_down"] = _of_all(lower, EXPERTS_DOWN, experts)
     if shared is not None:
         block = "mlp.shared_expert"
         gated = {"gate_proj": shared, "up_proj": shared}
@@ -170,9 +171,10 @@ def mixture_shapes(
     return shapes
 
 
-def _of_all(one: LinearShape, name: str, count: int) -> LinearShape:
+def _of_all(one: LinearShape, name: str, experts: ExpertsConfig) -> LinearShape:
     (columns,) = one.parts.values()
-    return replace(one, parts={name: columns}, experts=count)
+    parts = {name: columns}
+    return replace(one, parts=parts, experts=experts.count, local_experts=experts.local)
 
 
 def without_experts(shapes: Iterable[LayerShapes]) -> tuple[LayerShapes, ...]:

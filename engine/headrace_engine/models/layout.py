@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 
 from ..checkpoints.config import ModelConfig
-from ..checkpoints.tensor_files import Shape
+from ..checkpoints.tensor_files import WHOLE, Portion, Shape
 
 _GLM = re.compile(r"(.*)\.(gate_proj|up_proj)\.(weight|bias)$")
 _MERGED = {
@@ -76,6 +76,14 @@ class Piece:
         if not self.stacked:
             return (self.rows, *shape[1:])
         return (self.stacked, *shape[1:], self.rows // self.stacked)
+
+    @property
+    def portion(self) -> Portion:
+        """The expert's portion of a tensor with several; else the whole tensor."""
+        if self.rows is None or not self.stacked:
+            return WHOLE
+        expert = self.start * self.stacked // self.rows
+        return Portion(expert, expert + 1, self.stacked)
 
     def of(self, tensor: torch.Tensor) -> torch.Tensor:
         """This piece of the stored tensor, as a view."""

@@ -35,7 +35,7 @@ from .draft_heads.target import HeadTarget
 from .hidden_states import HEAD, HiddenStateReader, HiddenStates, without_head
 from .layout import TensorLayout
 from .linear.linear_maker import NO_INT8, QuantizedOps, computes_natively
-from .parallel import WeightCuts
+from .parallel import WeightCuts, place_experts
 from .quantization.base import QuantizedFormat
 from .quantization.gguf import GGUF
 from .quantization.registry import find_format
@@ -51,6 +51,8 @@ def load(checkpoint: Checkpoint, options: LoadOptions) -> LoadedModel:
     """Loads the decoder. Raises ConfigError or CheckpointError naming the wrong field, file or
     tensor."""
     config = ModelConfig.from_hf(checkpoint)
+    if options.shard is not None:
+        config = place_experts(config, options.shard)
     rope, dummy = config.rope, options.load_format == "dummy"
     if options.draft_head is not None and options.hidden_states:
         raise ConfigError(

@@ -2,7 +2,8 @@
 (https://arxiv.org/abs/1909.08053).
 
 QKV, gate and up are split by their outputs, O and down by their inputs, the embedding and the head
-by the vocabulary. Latents have no heads: each rank makes and keeps all of them. This module only
+by the vocabulary. Latents have no heads: each rank makes and keeps all of them. With expert
+parallelism the experts of a mixture are not split; each rank has some of them. This module only
 decides; others join the parts again.
 """
 
@@ -21,6 +22,7 @@ from ..layers.quantized_weight import QuantizedWeight
 
 _BY_OUTPUT = re.compile(r"\.((q_proj|q_b_proj|kv_b_proj|gate_proj|up_proj)\.(weight|bias)|sinks)$")
 _LAYER = re.compile(r"\.layers\.(\d+)\.")
+_EXPERT = re.compile(r"\.experts\.(\d+)\.")
 _BY_HEAD = re.compile(r"\.(k_proj|v_proj)\.(weight|bias)$")
 _BY_INPUT = re.compile(r"\.(o_proj|down_proj)\.weight$")
 # Biases of layers whose outputs are summed over the ranks: only one rank adds them.
@@ -43,25 +45,34 @@ class Collectives(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Shard:
-    """One of `size` ranks."""
+    """One of `size` ranks. With `expert_parallel` ranks have whole experts of mixtures."""
 
     rank: int
     size: int
     collectives: Collectives
+    expert_parallel: bool = False
 
     def share(self, length: int) -> tuple[int, int]:
         """This rank's [start, stop) of `length`; shares differ by at most one."""
         return self.rank * length // self.size, (self.rank + 1) * length // self.size
 
+    def experts(self, count: int) -> tuple[int, int]:
+        """This rank's [start, stop) of `count` experts; the first ranks have one more than the
+        others if they are not divisible (vLLM's linear placement)."""
+        each, more = divmod(count, self.size)
+        start = self.rank * each + min(self.rank, more)
+        return start, start + each + (self.rank < more)
 
-def check_divisible(config: ModelConfig, size: int) -> None:
-    """Raises ConfigError for a decoder that cannot be divided into `size` equal parts."""
-    counts = {
-        "num_attention_heads": config.num_heads,
-        "intermediate_size": config.intermediate_size,
-    }
-    if config.experts is not None:
-        counts |= _expert_counts(config.experts)
+
+def check_divisible(config: ModelConfig, size: int, expert_parallel: bool = False) -> None:
+    """Raises ConfigError for a decoder that cannot be divided among `size` ranks."""
+    counts = {"num_attention_heads": config.num_heads}
+    if expert_parallel:
+        counts |= _counts_beside_experts(config, _experts_to_spread(config, size))
+    else:
+        counts["intermediate_size"] = config.intermediate_size
+        if config.experts is not None:
+            counts |= _expert_counts(config.experts)
     for name, count in counts.items():
         if count % size:
             raise ConfigError(
@@ -81,10 +92,41 @@ def check_divisible(config: ModelConfig, size: int) -> None:
 
 
 def _expert_counts(experts: ExpertsConfig) -> dict[str, int]:
-    counts = {"moe_intermediate_size": experts.intermediate_size}
-    if experts.shared_size is not None:
-        counts["shared_expert_intermediate_size"] = experts.shared_size
-    return counts
+    return {"moe_intermediate_size": experts.intermediate_size, **_shared_counts(experts)}
+
+
+def _shared_counts(experts: ExpertsConfig) -> dict[str, int]:
+    shared = experts.shared_size
+    return {} if shared is None else {"shared_expert_intermediate_size": shared}
+
+
+def _experts_to_spread(config: ModelConfig, size: int) -> ExpertsConfig:
+    """The mixture whose experts are spread over `size` ranks. Raises ConfigError."""
+    experts = config.experts
+    if experts is None:
+        raise ConfigError(
+            "enable_expert_parallel is on, but this model has no mixture of experts: switch it off"
+        )
+    if experts.count < size:
+        raise ConfigError(
+            f"enable_expert_parallel gives each of {size} ranks whole experts, and this model has "
+            f"{experts.count}: lower tensor_parallel_size, or switch enable_expert_parallel off"
+        )
+    return experts
+
+
+def _counts_beside_experts(config: ModelConfig, experts: ExpertsConfig) -> dict[str, int]:
+    """The inner sizes that are divided although experts are whole."""
+    dense = {} if all(experts.sparse) else {"intermediate_size": config.intermediate_size}
+    return dense | _shared_counts(experts)
+
+
+def place_experts(config: ModelConfig, shard: Shard) -> ModelConfig:
+    """The configuration with the experts of one rank, if ranks have whole ones."""
+    experts = config.experts
+    if experts is None or not shard.expert_parallel:
+        return config
+    return replace(config, experts=replace(experts, local_range=shard.experts(experts.count)))
 
 
 def shard_config(config: ModelConfig, size: int) -> ModelConfig:
@@ -103,10 +145,10 @@ def shard_config(config: ModelConfig, size: int) -> ModelConfig:
 
 
 def _shard_experts(experts: ExpertsConfig, size: int) -> ExpertsConfig:
-    shared = experts.shared_size
+    shared, inner = experts.shared_size, experts.intermediate_size
     return replace(
         experts,
-        intermediate_size=experts.intermediate_size // size,
+        intermediate_size=inner // size if experts.local_range is None else inner,
         shared_size=None if shared is None else shared // size,
     )
 
@@ -117,6 +159,14 @@ class WeightCuts:
     def __init__(self, config: ModelConfig, shard: Shard) -> None:
         self._shard, self._config = shard, config
         self._cuts_norms = config.wide_qk_norm
+        experts = config.experts
+        self._whole = None if experts is None or experts.local_range is None else experts.local
+
+    def reads(self, name: str) -> bool:
+        """Whether this rank reads any part of a tensor: not if it belongs to another rank's
+        expert."""
+        found = _EXPERT.search(name)
+        return self._whole is None or found is None or int(found[1]) in self._whole
 
     def shape(self, name: str, whole: Shape) -> Shape:
         """The shape of this rank's part."""
@@ -137,7 +187,7 @@ class WeightCuts:
 
     def tensor(self, name: str, whole: torch.Tensor) -> torch.Tensor:
         """This rank's part, as a view of the whole."""
-        if self._shard.rank and _ONCE.search(name):
+        if self._shard.rank and _ONCE.search(name) and not self._is_whole(name):
             return torch.zeros_like(whole)
         cut = self._cut(name, tuple(whole.shape))
         if cut is None:
@@ -163,7 +213,9 @@ class WeightCuts:
         return whole.columns(start, stop)
 
     def _cut(self, name: str, whole: Shape) -> tuple[int, int, int] | None:
-        """(dimension, start, stop); None if every rank has the whole tensor."""
+        """(dimension, start, stop); None if the tensor stays whole."""
+        if self._is_whole(name):
+            return None
         if self._cuts_norms:  # of Q and K, like their outputs
             name = name.replace("_norm.", "_proj.")
         if name in _VOCABULARY or _BY_OUTPUT.search(name):
@@ -173,6 +225,10 @@ class WeightCuts:
         if _BY_HEAD.search(name):
             return (0, *self._heads(whole[0], self._kv_heads(name)))
         return None
+
+    def _is_whole(self, name: str) -> bool:
+        """Whether a tensor belongs to an expert that is not split."""
+        return self._whole is not None and _EXPERT.search(name) is not None
 
     def _kv_heads(self, name: str) -> int:
         """The number of KV heads of the layer that a tensor belongs to."""

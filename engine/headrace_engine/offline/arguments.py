@@ -73,7 +73,6 @@ VLLM_ARGUMENTS: Mapping[str, Meaning] = {
     "config_format": Fixed(("auto", "hf"), "models are read from config.json"),
     "pipeline_parallel_size": Fixed((None, 1), _ONE_MACHINE),
     "data_parallel_size": Fixed((None, 1), _ONE_MACHINE),
-    "enable_expert_parallel": Fixed(_OFF, "experts are split by tensor_parallel_size"),
     "distributed_executor_backend": Fixed(
         (None, "mp", "uni"), "processes of one machine share a model, without Ray"
     ),

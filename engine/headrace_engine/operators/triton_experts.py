@@ -35,7 +35,8 @@ TOKENS, MIX_BLOCK = 32, 512
 
 
 class GroupedMoe:
-    """A mixture whose experts are computed in grouped launches.
+    """A mixture whose experts are computed in grouped launches: those of this process, if others
+    have the rest.
 
     `capability` None asks the device. With `deterministic` a row's bits do not depend on the other
     rows; without, launches may be measured together with those of the other `mixtures`.
@@ -55,7 +56,7 @@ class GroupedMoe:
         self._dependent_launches = dependent_launches or DependentLaunches()
         self._router, self._shared, self._config = parts.router, parts.shared, parts.config
         self._gelu, self._deterministic = parts.gelu, deterministic
-        self._correction = parts.correction
+        self._correction, self._local = parts.correction, parts.config.local
         swiglu = parts.config.swiglu
         self._gating: dict[str, float] = {
             "GELU": parts.gelu,
@@ -69,12 +70,18 @@ class GroupedMoe:
         shared = Mixtures() if mixtures is None or deterministic else mixtures
         self._tuned = shared.add(self._shape(), self)
 
+    @property
+    def _is_partial(self) -> bool:
+        """Whether other processes have some of the experts."""
+        return len(self._local) < self._config.count
+
     def _shape(self) -> MixtureShape:
         down, config = self._down, self._config
         sizes = (config.count, config.per_token, down.outputs, down.inputs, down.values.dtype)
+        elsewhere = config.count - len(self._local)
         if isinstance(down, GroupedPackedWeight):
-            return MixtureShape(*sizes, down.group, down.bits)
-        return MixtureShape(*sizes, down.own_group)
+            return MixtureShape(*sizes, down.group, down.bits, elsewhere)
+        return MixtureShape(*sizes, down.own_group, elsewhere=elsewhere)
 
     def __call__(
         self, x: torch.Tensor, lora: LayerLoRA | None = None, slots: torch.Tensor | None = None
@@ -101,7 +108,7 @@ class GroupedMoe:
         if self._config.scaled_inputs:
             # Each pair has a row of its own.
             read, per_token = _scaled(rows, weights), 1
-            weights = torch.ones_like(weights)
+            weights = (weights != 0).float() if self._is_partial else torch.ones_like(weights)
         active = rows.new_empty(pairs, self._down.inputs)
         self._multiply(active, read, self._gate_up, routing, launch.up, True, per_token)
         computed = rows.new_empty(pairs, self._down.outputs)
@@ -144,7 +151,7 @@ class GroupedMoe:
         routing = Routing(
             weights=x.new_empty(tokens, config.per_token, dtype=torch.float32),
             order=x.new_empty(pairs, dtype=torch.int32),
-            tiles=x.new_empty(3, most_tiles(pairs, config.count, tile_rows), dtype=torch.int32),
+            tiles=x.new_empty(3, most_tiles(pairs, len(self._local), tile_rows), dtype=torch.int32),
             live=x.new_empty(1, dtype=torch.int32),
         )
         alone = programs == 1
@@ -154,6 +161,7 @@ class GroupedMoe:
         capacity, block = routing.tiles.shape[1], power_of_two(config.count)
         sizes = {
             "EXPERTS": config.count, "PER_TOKEN": config.per_token, "TOKENS": TOKENS,
+            "FIRST": self._local.start,
             "BLOCK": block, "ROWS": tile_rows, "num_warps": min(16, max(4, block // 16)),
             **self._dependent_launches.small,
         }  # fmt: skip
@@ -163,7 +171,7 @@ class GroupedMoe:
             RENORMALISE=config.renormalise, SIGMOID=config.sigmoid,
             CORRECTED=self._correction is not None, GROUPS=config.groups,
             KEPT_GROUPS=config.kept_groups, GROUP_BEST=config.group_best, FACTOR=config.factor,
-            PADDED=slots is not None, ALONE=alone, **sizes,
+            PADDED=slots is not None, LOCAL=len(self._local), ALONE=alone, **sizes,
         )  # fmt: skip
         if not alone:
             place_kernel[(programs,)](*layout, choices, counts, tokens, programs, capacity, **sizes)
@@ -236,7 +244,8 @@ class GroupedMoe:
         mix_kernel[(len(x), -(-width // block))](
             output, computed, weights, common, gate, slots,
             WIDTH=width, PER_TOKEN=self._config.per_token, SHARED=shared is not None,
-            OPENED=gate is not None, PADDED=slots is not None, BLOCK=block,
+            OPENED=gate is not None, PADDED=slots is not None, PARTIAL=self._is_partial,
+            BLOCK=block,
             **self._dependent_launches.small, num_warps=4,
         )  # fmt: skip
         return output

@@ -17,6 +17,7 @@ Choices = list[ExpertLaunch | None]
 class MixtureShape:
     """`stored` is the dtype of weights, with scales for `group` inputs; `group` 0: one scale for
     all inputs, or none. `bits` is the width of weights that share an element; 0: each has its own.
+    `elsewhere` of the experts are in other processes.
     """
 
     experts: int
@@ -26,6 +27,7 @@ class MixtureShape:
     stored: torch.dtype
     group: int = 0
     bits: int = 0
+    elsewhere: int = 0
 
     @property
     def expert_bytes(self) -> int:
@@ -34,7 +36,7 @@ class MixtureShape:
     def read_bytes(self, tokens: int) -> int:
         """Bytes of the experts that at least one token chooses, if all are chosen equally often."""
         left_out: float = (1 - self.per_token / self.experts) ** tokens
-        return round(self.experts * (1 - left_out) * self.expert_bytes)
+        return round((self.experts - self.elsewhere) * (1 - left_out) * self.expert_bytes)
 
 
 class TunableMixture(Protocol):

@@ -80,6 +80,11 @@ class EngineSettings(BaseSettings):
         description="processes that share the model, each with its own GPU (or some of the cores) "
         "of this machine; docs/parallelism.md",
     )
+    enable_expert_parallel: bool = Field(
+        False,
+        description="each of these processes has whole experts of a mixture, instead of a part of "
+        "every expert; docs/parallelism.md",
+    )
     attention_backend: str = Field("auto", description="auto, reference, cpu, flash or triton")
     model_implementation: Literal["auto", "native", "transformers"] = Field(
         "auto", description="auto: native if the architecture has a native path"
@@ -343,6 +348,7 @@ class EngineSettings(BaseSettings):
             quantization=self.quantization,
             device=self.device,
             tensor_parallel_size=self.tensor_parallel_size,
+            enable_expert_parallel=self.enable_expert_parallel,
             attention_backend=self.attention_backend,
             model_implementation=self.model_implementation,
             task=self.task,

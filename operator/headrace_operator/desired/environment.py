@@ -45,8 +45,11 @@ def _settings(service: ModelService, source: Source, track: str) -> Mapping[str,
     spec = service.spec
     chosen = spec.engine.settings.model_dump(exclude_none=True, by_alias=False)
     chosen.setdefault("device", "cpu" if spec.engine.gpu is None else "cuda")
-    if spec.engine.tensor_parallel_size > 1:  # images of older versions do not know this setting
+    # Images of older versions do not know these settings.
+    if spec.engine.tensor_parallel_size > 1:
         chosen["tensor_parallel_size"] = spec.engine.tensor_parallel_size
+    if spec.engine.enable_expert_parallel:
+        chosen["enable_expert_parallel"] = True
     if spec.queue.shards > 1:
         chosen["queue_shards"] = spec.queue.shards
     if spec.deletion.waiting_requests == "Hold":

@@ -299,6 +299,9 @@ class EngineSpec(SpecSection):
     tensor_parallel_size: int = Field(1, ge=1, le=64)
     """Processes of an engine that share one copy of the model: each has one of its `gpu`, or some
     of its cores. Engines do not span nodes: at most 16."""
+    enable_expert_parallel: bool = False
+    """Whether each of these processes has whole experts of a mixture, instead of a part of every
+    expert."""
     settings: EngineSettingsSpec = EngineSettingsSpec()
     """Settings of the engine process."""
     extra_args: tuple[str, ...] = Field((), strict=False)

@@ -107,6 +107,21 @@ class Mixture:
         correction = _random((self.experts,), 0.5, 10, device) if self.groups else None
         return MixtureParts(router, weights, shared, self.config, self.gelu, correction)
 
+    def part(self, device: torch.device, start: int, stop: int) -> MixtureParts:
+        """The experts [start, stop) alone. The shared expert is with the first one."""
+        whole, own = self.parts(device), slice(start, stop)
+        gate_up, down = (
+            GroupedWeight(one.values[own], bias=None if one.bias is None else one.bias[own])
+            for one in (whole.weights.gate_up, whole.weights.down)
+            if isinstance(one, GroupedWeight)
+        )
+        return replace(
+            whole,
+            weights=ExpertWeights(gate_up, down),
+            shared=None if start else whole.shared,
+            config=replace(whole.config, local_range=(start, stop)),
+        )
+
     def one_by_one(self, device: torch.device, weights: ExpertWeights | None = None) -> SparseMoe:
         """The same mixture as `parts`, computed one expert at a time."""
         parts = self.parts(device, weights=weights)

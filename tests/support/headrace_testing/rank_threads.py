@@ -3,11 +3,17 @@ start."""
 
 from contextlib import suppress
 from multiprocessing import Pipe
+from pathlib import Path
 from threading import Thread
+from typing import Any
 
 from headrace_engine.distributed import commands
 from headrace_engine.distributed.process import OnEnd
 from headrace_engine.distributed.rank import serve
+from headrace_engine.engine.engine import Engine
+from headrace_engine.model_runner.model_runner import ModelRunner
+
+from .engines import engine_config
 
 LIMIT_S = 60.0
 
@@ -35,3 +41,15 @@ class RankThread:
             code = serve(self.rank, self._size, self._own, greeting)
         self._own.close()
         self._on_end(self.rank, f"ended with exit code {code}")
+
+
+def make_engine(folder: Path, size: int, **options: Any) -> tuple[Engine, ModelRunner]:
+    """An engine with `size` ranks in threads, which `close` ends."""
+    config = engine_config(folder, tensor_parallel_size=size, threads=1, **options)
+    runner = ModelRunner(config, launch=RankThread)
+    return Engine(config, runner), runner
+
+
+def close(runner: ModelRunner) -> None:
+    assert runner.peers is not None
+    runner.peers.close()

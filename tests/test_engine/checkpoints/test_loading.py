@@ -9,7 +9,7 @@ import torch
 from safetensors.torch import save_file
 
 from headrace_engine.checkpoints.loading import FileRange, LoadProgress, ReadAhead, data_ranges
-from headrace_engine.checkpoints.tensor_files import TensorFiles
+from headrace_engine.checkpoints.tensor_files import WHOLE, TensorFiles
 from headrace_testing.checkpoints import save_checkpoint
 from headrace_testing.engines import make_runner
 
@@ -78,7 +78,7 @@ def test_every_byte_is_counted_once(tmp_path: Path) -> None:
     save_file({"a": torch.zeros(4), "b": torch.zeros(6)}, tmp_path / "model.safetensors")
     progress = LoadProgress(False)
     files = TensorFiles(tmp_path, progress)
-    files.plan(["b", "a"])
+    files.plan({"b": WHOLE, "a": WHOLE})
     for name in ("b", "b", "a"):
         files.load(name)
     assert (progress.done, progress.total) == (40, 40)

@@ -104,6 +104,21 @@ def test_a_mixed_batch_gives_the_tokens_of_merged_weights(
         bench.serve([None, "a", "b"])
 
 
+@pytest.mark.parametrize(("shape", "size"), [("qwen2-moe", 2), ("qwen3-moe", 4)])
+def test_whole_experts_of_a_rank_have_their_own_adapters(
+    shape: str, size: int, checkpoint: CheckpointMaker, tmp_path: Path
+) -> None:
+    kinds: dict[str, dict[str, Any]] = {
+        "a": {"modules": ALL_MODULES, "seed": 1, "experts": "apart"},
+        "b": {"modules": ALL_MODULES[1:], "seed": 2, "rank": 3, "experts": "joined"},
+    }
+    scene = AdapterScene(tmp_path, checkpoint(shape), kinds)
+
+    with Bench(scene, size, enable_expert_parallel=True, max_num_batched_tokens=40) as bench:
+        bench.serve([None, "a", "b"])
+        assert bench.runner.adapters is not None
+
+
 @pytest.mark.parametrize(
     "options",
     [

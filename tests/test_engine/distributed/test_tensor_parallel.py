@@ -33,7 +33,7 @@ from headrace_engine.offline.embeddings import embed as embed_prompts
 from headrace_testing.checkpoints import SHAPES, Reference, save_checkpoint
 from headrace_testing.engines import Output, engine_config, greedy, request, run
 from headrace_testing.quantized import Format, awq, gptq, save_fp8, save_quantized
-from headrace_testing.rank_threads import RankThread
+from headrace_testing.rank_threads import RankThread, close, make_engine
 from headrace_testing.recorded_steps import PaddedReference, Replays
 
 LENGTH = 8
@@ -47,17 +47,6 @@ QUANTISED = (
 
 CheckpointMaker = Callable[[str], Path]
 ReferenceMaker = Callable[[str], Reference]
-
-
-def make_engine(folder: Path, size: int, **options: Any) -> tuple[Engine, ModelRunner]:
-    config = engine_config(folder, tensor_parallel_size=size, threads=1, **options)
-    runner = ModelRunner(config, launch=RankThread)
-    return Engine(config, runner), runner
-
-
-def close(runner: ModelRunner) -> None:
-    assert runner.peers is not None
-    runner.peers.close()
 
 
 @pytest.mark.proves("ranks")
@@ -129,15 +118,28 @@ def all_outputs(engine: Engine) -> dict[tuple[str, int], Output]:
     return found
 
 
-@pytest.mark.parametrize("speculation", ["ngram", "draft_model", None])
+@pytest.mark.parametrize(
+    ("name", "speculation", "expert_parallel"),
+    [
+        ("qwen3", "ngram", False),
+        ("qwen3", "draft_model", False),
+        ("qwen3", None, False),
+        ("qwen3-moe", "ngram", True),
+        ("qwen3-moe", None, True),
+    ],
+)
 def test_sequences_get_the_tokens_of_one_process_after_any_events(
-    speculation: Literal["ngram", "draft_model"] | None, checkpoint: CheckpointMaker
+    name: str,
+    speculation: Literal["ngram", "draft_model"] | None,
+    expert_parallel: bool,
+    checkpoint: CheckpointMaker,
 ) -> None:
     """Preemption, swaps, prefix hits, forks and log probabilities at once, with drafts, or with
     steps that are submitted ahead."""
-    folder = checkpoint("qwen3")
+    folder = checkpoint(name)
     draft = str(checkpoint("llama")) if speculation == "draft_model" else None
     options: dict[str, Any] = {
+        "enable_expert_parallel": expert_parallel,
         "num_blocks": 26,
         "watermark": 0.0,
         "swap_space": 0.01,

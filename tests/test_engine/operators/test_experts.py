@@ -3,6 +3,7 @@ results compared with separate experts, rows that do not depend on others, 8-bit
 whole models.
 """
 
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -181,6 +182,50 @@ def test_ranks_add_up_to_the_whole(checkpoint: Any) -> None:
         assert weights is not None and weights.down.values.shape == (4, 32, 12)
         found += grouped(mixture.parts(DEVICE, weights=weights))(x)
     torch.testing.assert_close(found, mixture.one_by_one(DEVICE)(x), rtol=1e-4, atol=1e-5)
+
+
+PARTS = {
+    "one row": [(0, 2), (2, 4)],
+    "one of many": [(0, 40), (40, 41), (41, 64)],
+    "odd": [(0, 3), (3, 5), (5, 7)],
+    "gpt-oss": [(0, 3), (3, 5)],
+    "groups": [(0, 6), (6, 12)],
+    "scaled": [(0, 3), (3, 6)],
+    "scaled pairs": [(0, 1), (1, 6)],
+    "chunks": [(0, 1), (1, 2), (2, 3)],
+    "one expert": [(0, 3), (3, 6)],
+}
+
+
+@pytest.fixture
+def filled_memory() -> Iterator[None]:
+    """New tensors are NaN, so that no result is right because memory happened to be 0."""
+    torch.use_deterministic_algorithms(True)
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+@pytest.mark.usefixtures("filled_memory")
+@pytest.mark.parametrize("name", PARTS)
+def test_whole_experts_of_several_ranks_add_up(name: str) -> None:
+    """A row none of whose experts a rank has is 0 there."""
+    mixture, tokens = CASES[name]
+    x = mixture.rows(tokens, DEVICE)
+    parts = [grouped(mixture.part(DEVICE, *own))(x) for own in PARTS[name]]
+    expected = mixture.one_by_one(DEVICE)(x)
+    torch.testing.assert_close(torch.stack(parts).sum(0), expected, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.usefixtures("filled_memory")
+def test_padding_is_computed_by_no_rank() -> None:
+    mixture = Mixture(experts=8, per_token=2, hidden=16, inner=8, shared=8)
+    x, slots = mixture.rows(34, DEVICE), torch.arange(34, device=DEVICE)
+    slots[5:] = -1
+    for own in ((0, 5), (5, 8)):
+        moe = grouped(mixture.part(DEVICE, *own))
+        found = moe(x, None, slots)
+        torch.testing.assert_close(found[:5], moe(x[:5]))
+        assert found[5:].eq(0).all()
 
 
 class NamedAttention(PaddedReference):

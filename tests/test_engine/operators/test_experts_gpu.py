@@ -37,6 +37,17 @@ def test_shapes_of_real_models(name: str, tokens: int) -> None:
     torch.testing.assert_close(found, mixture.one_by_one(CUDA)(x), rtol=bound, atol=bound)
 
 
+@pytest.mark.parametrize("tokens", [1, 33, 5000])
+@pytest.mark.parametrize("name", ["Qwen3 30B-A3B", "Qwen1.5 2.7B"])
+def test_whole_experts_of_several_ranks_add_up(name: str, tokens: int) -> None:
+    mixture = SHAPES[name]
+    x, bound, middle = mixture.rows(tokens, CUDA), BOUNDS[mixture.dtype], mixture.experts // 3
+    parts = [(0, middle), (middle, mixture.experts)]
+    found = sum(GroupedMoe(mixture.part(CUDA, *own))(x).float() for own in parts)
+    expected = mixture.one_by_one(CUDA)(x).float()
+    torch.testing.assert_close(found, expected, rtol=bound, atol=bound)
+
+
 @pytest.mark.parametrize("name", ["Qwen3 30B-A3B", "Qwen1.5 2.7B"])
 @pytest.mark.parametrize("tokens", [4, 64])
 def test_a_cuda_graph_computes_rows_with_another_routing(name: str, tokens: int) -> None:

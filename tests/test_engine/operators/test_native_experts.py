@@ -107,6 +107,21 @@ def test_results_equal_those_of_separate_experts(
     torch.testing.assert_close(found, expected, rtol=rtol, atol=atol)
 
 
+@pytest.mark.parametrize("name", CASES)
+def test_experts_of_several_ranks_add_up(ops: NativeOps, name: str) -> None:
+    """The first expert alone, the next one alone, and the others. The shared expert is with the
+    first one."""
+    mixture, tokens = CASES[name]
+    x, whole = mixture.rows(tokens, CPU), joined(mixture, ops)
+    found = torch.zeros_like(x)
+    for own in ((0, 1), (1, 2), (2, mixture.experts)):
+        config = replace(whole.config, local_range=own)
+        shared = None if own[0] else whole.shared
+        part = replace(whole, experts=whole.experts[slice(*own)], shared=shared, config=config)
+        found += joins(part)(x)
+    torch.testing.assert_close(found, whole(x), rtol=1e-4, atol=1e-5)
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
 @pytest.mark.parametrize("name", ["all experts", "gpt-oss", "scaled"])
 def test_weights_in_8_bits_round_as_in_separate_experts(

@@ -107,14 +107,15 @@ def test_adapters_are_settings_and_volumes_of_the_engine(monkeypatch: pytest.Mon
             {"name": "tone", "image": {"reference": "oci://registry/tone:1"}},
         ],
     }
-    engine = {"tensorParallelSize": 2}
+    engine = {"tensorParallelSize": 2, "enableExpertParallel": True}
     values, found = env(lora=lora, engine=engine), pod(lora=lora)
     for name, value in values.items():
         if name.startswith(PREFIX):
             monkeypatch.setenv(name, value)
     read = EngineSettings()
     assert (read.enable_lora, read.max_loras, read.max_lora_rank) == (True, 2, 32)
-    assert read.max_cpu_loras is None and read.tensor_parallel_size == 2
+    assert read.max_cpu_loras is None
+    assert read.tensor_parallel_size == 2 and read.enable_expert_parallel
     assert (read.lora_modules, read.lora_dir, read.lora_experts) == ({}, "/", False)
     where = folders(service(lora=lora).spec)
     claimed, from_image = (where[name].split("/")[2] for name in ("org/chat", "tone"))
@@ -187,6 +188,7 @@ def test_a_gpu_is_requested_by_type_and_used() -> None:
     assert env(engine={"gpu": gpu})["HEADRACE_ENGINE_DEVICE"] == "cuda"
     assert env()["HEADRACE_ENGINE_DEVICE"] == "cpu"
     assert "HEADRACE_ENGINE_TENSOR_PARALLEL_SIZE" not in env()
+    assert "HEADRACE_ENGINE_ENABLE_EXPERT_PARALLEL" not in env()
 
 
 @pytest.mark.parametrize("gpu", [{}, {"count": 4}])

@@ -153,7 +153,8 @@ HEADRACE_EXPORT int headrace_linear_forward(headrace_executor* executor,
                                             const void* rows, int64_t count, int64_t is_bfloat16);
 
 // Computes the experts of one layer: output [rows, hidden] of x [rows, hidden], both dense, and of
-// each row's experts and their weights, [rows, per_token]. Returns 0, or 1 if memory ran out.
+// each row's experts and their weights, [rows, per_token]. Experts from `count` on add nothing.
+// Returns 0, or 1 if memory ran out.
 HEADRACE_EXPORT int headrace_experts_forward(headrace_executor* executor,
                                              const headrace_experts* experts, void* output,
                                              const void* x, const int64_t* chosen,

@@ -182,7 +182,8 @@ class Executor:
         self, layer: Experts, x: torch.Tensor, chosen: torch.Tensor, weights: torch.Tensor
     ) -> torch.Tensor:
         """Computes the experts of one layer: x [N, H], each row by its experts `chosen` int64
-        [N, K] with `weights` float32 [N, K], all dense, to [N, H]."""
+        [N, K] with `weights` float32 [N, K], all dense, to [N, H]. Numbers of experts that the
+        layer does not have add nothing."""
         output = torch.empty_like(x)
         if self._kernels.experts_forward(
             self._handle,

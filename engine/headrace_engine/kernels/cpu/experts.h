@@ -1,12 +1,16 @@
 // The experts of a mixture: each row goes through the gated MLPs that were chosen for it.
 //
 // Rows are sorted by expert, and the products of all experts are one loop. A row's result does not
-// depend on other rows, as its parts are added in the order of its choices.
+// depend on other rows, as its parts are added in the order of its choices. A choice of no expert,
+// a number from `count` on, adds nothing: the expert is in another process.
 #pragma once
 
 #include "layer.h"
 
 namespace headrace {
+
+// The slot of a choice that no expert here computes.
+constexpr int32_t kElsewhere = -1;
 
 // The experts of rows and their weights, [rows, per_token].
 struct Choices {
@@ -90,18 +94,22 @@ class Experts {
 
   int64_t gated_stride() const { return padded(2 * shape_.inner) / 2; }
 
+  bool is_here(int64_t choice) const { return choices_.experts[choice] < count_; }
+
   // Sorts choices by expert: first_[e] is the first slot of expert e, slot_of_[i] that of choice
   // i.
   void sort(int64_t choices) {
-    sorted_ = choices;
     std::memset(first_, 0, sizeof(int64_t) * (count_ + 1));
-    for (int64_t i = 0; i < choices; ++i) ++first_[choices_.experts[i] + 1];
+    for (int64_t i = 0; i < choices; ++i)
+      if (is_here(i)) ++first_[choices_.experts[i] + 1];
     num_used_ = 0;
     for (int64_t e = 0; e < count_; ++e) {
       if (first_[e + 1] > 0) used_[num_used_++] = e;
       first_[e + 1] += first_[e];
     }
-    for (int64_t i = 0; i < choices; ++i) slot_of_[i] = int32_t(first_[choices_.experts[i]]++);
+    sorted_ = first_[count_];
+    for (int64_t i = 0; i < choices; ++i)
+      slot_of_[i] = is_here(i) ? int32_t(first_[choices_.experts[i]]++) : kElsewhere;
     for (int64_t e = count_; e > 0; --e) first_[e] = first_[e - 1];
     first_[0] = 0;
   }
@@ -110,6 +118,7 @@ class Experts {
     const int64_t hidden = shape_.hidden, per_token = shape_.per_token;
     each_row(pool_, rows, hidden * per_token, [&](int64_t r) {
       for (int64_t choice = r * per_token; choice < (r + 1) * per_token; ++choice) {
+        if (slot_of_[choice] == kElsewhere) continue;
         Element* to = gathered_ + slot_of_[choice] * hidden;
         std::memcpy(to, x + r * hidden, sizeof(Element) * hidden);
         if (!shape_.scaled_inputs) continue;
@@ -204,8 +213,9 @@ class Experts {
       for (int64_t i = 0; i < shape_.hidden; i += kLanes) {
         Floats sum{};
         for (int64_t k = 0; k < per_token; ++k) {
-          const int64_t choice = row * per_token + k;
-          sum += load(computed_ + slot_of_[choice] * width + i) * choices_.weights[choice];
+          const int64_t choice = row * per_token + k, slot = slot_of_[choice];
+          if (slot == kElsewhere) continue;
+          sum += load(computed_ + slot * width + i) * choices_.weights[choice];
         }
         emit(row, i, sum);
       }

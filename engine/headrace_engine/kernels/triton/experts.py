@@ -193,12 +193,14 @@ def mix_kernel(
     SHARED: tl.constexpr,
     OPENED: tl.constexpr,
     PADDED: tl.constexpr,
+    PARTIAL: tl.constexpr,
     BLOCK: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ) -> None:
     """Program (token, BLOCK elements): the weighted sum of computed [T, PER_TOKEN, WIDTH], in the
     order of the weights; with SHARED also shared [T, WIDTH], with OPENED times the logistic
-    function of gate [T]. With PADDED rows with slots [T] below 0 are 0."""
+    function of gate [T]. With PADDED rows with slots [T] below 0 are 0. With PARTIAL pairs with a
+    weight of 0 have not been computed."""
     await_earlier(DEPENDENT)
     row = tl.program_id(0).to(tl.int64)
     at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
@@ -209,8 +211,11 @@ def mix_kernel(
     mixed = tl.zeros([BLOCK], tl.float32)
     for k in tl.static_range(PER_TOKEN):
         pair = row * PER_TOKEN + k
-        part = tl.load(computed + pair * WIDTH + at, mask=mask & given, other=0.0)
         weight = tl.load(weights + pair, mask=given, other=0.0)
+        read = mask & given
+        if PARTIAL:
+            read = read & (weight != 0.0)
+        part = tl.load(computed + pair * WIDTH + at, mask=read, other=0.0)
         mixed += weight * part.to(tl.float32)
     if SHARED:
         common = tl.load(shared + row * WIDTH + at, mask=mask & given, other=0.0)

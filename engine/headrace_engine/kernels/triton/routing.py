@@ -22,10 +22,12 @@ def _lay_out(
     total: tl.tensor,
     capacity: tl.tensor,
     PER_TOKEN: tl.constexpr,
+    FIRST: tl.constexpr,
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
 ) -> None:
-    """Writes the places of these rows' pairs, and this program's share of the tiles.
+    """Writes the places of these rows' pairs, and this program's share of the tiles, in which
+    experts are numbered from FIRST on.
 
     choice [TOKENS, BLOCK] is k + 1 if an expert is a row's k-th, else 0. `before` [BLOCK] counts
     each expert's pairs in the rows of earlier programs, `total` [BLOCK] in all rows.
@@ -40,7 +42,7 @@ def _lay_out(
     for number in range(tl.program_id(0), tl.max(blocks, 0), tl.num_programs(0)):
         own = number < blocks
         at = tiles + first + number
-        tl.store(at, lanes, mask=own)
+        tl.store(at, lanes - FIRST, mask=own)
         tl.store(at + capacity, starts + number * ROWS, mask=own)
         tl.store(at + 2 * capacity, starts + total, mask=own)
     if tl.program_id(0) == 0:
@@ -99,6 +101,8 @@ def route_kernel(
     GROUP_BEST: tl.constexpr,
     FACTOR: tl.constexpr,
     PADDED: tl.constexpr,
+    FIRST: tl.constexpr,
+    LOCAL: tl.constexpr,
     TOKENS: tl.constexpr,
     BLOCK: tl.constexpr,
     ROWS: tl.constexpr,
@@ -110,6 +114,8 @@ def route_kernel(
     With CORRECTED correction [EXPERTS] is added to the scores that choose. With GROUPS above 1 only
     the KEPT_GROUPS best groups are chosen from. Of equal scores the expert with the lower number
     wins; a row of NaN has weights of NaN. With PADDED rows with slots [T] below 0 have no expert.
+    Only the LOCAL experts from FIRST on are in this process: pairs of others have weights of 0 and
+    no place.
     With ALONE one program has all tokens and sorts them. Otherwise each writes the input of
     place_kernel: choices uint8 [T, EXPERTS], k + 1 for a row's k-th expert, else 0; counts
     [programs, EXPERTS].
@@ -150,13 +156,19 @@ def route_kernel(
     if PADDED:
         given = given & (tl.load(slots + rows, mask=rows < tokens, other=-1) >= 0)[:, None]
     choice = tl.where(given, choice, 0)
-    taken = choice > 0
     pairs = rows[:, None] * PER_TOKEN + choice - 1
-    tl.store(weights + pairs, shares, mask=taken)
-    count = tl.sum(taken.to(tl.int32), 0)
+    if LOCAL < EXPERTS:
+        local = ((lanes >= FIRST) & (lanes < FIRST + LOCAL))[None, :]
+        tl.store(weights + pairs, tl.where(local, shares, 0.0), mask=choice > 0)
+        choice = tl.where(local, choice, 0)
+    else:
+        tl.store(weights + pairs, shares, mask=choice > 0)
+    count = tl.sum((choice > 0).to(tl.int32), 0)
     if ALONE:
         none = tl.zeros([BLOCK], tl.int32)
-        _lay_out(order, tiles, live, choice, rows, none, count, capacity, PER_TOKEN, ROWS, BLOCK)
+        _lay_out(
+            order, tiles, live, choice, rows, none, count, capacity, PER_TOKEN, FIRST, ROWS, BLOCK
+        )  # fmt: skip
     else:
         tl.store(choices + spot, choice.to(tl.uint8), mask=(rows < tokens)[:, None] & real)
         tl.store(counts + tl.program_id(0) * EXPERTS + lanes, count, mask=lanes < EXPERTS)
@@ -174,6 +186,7 @@ def place_kernel(
     capacity: tl.tensor,
     EXPERTS: tl.constexpr,
     PER_TOKEN: tl.constexpr,
+    FIRST: tl.constexpr,
     TOKENS: tl.constexpr,
     BLOCK: tl.constexpr,
     ROWS: tl.constexpr,
@@ -181,8 +194,9 @@ def place_kernel(
 ) -> None:
     """Program (`TOKENS` tokens), one for each program that has counted: sorts their choices.
 
-    order [T * PER_TOKEN] are pairs by expert. tiles [3, capacity] are each tile's expert, the begin
-    of its pairs in `order`, and its expert's end there; `live` [1] is the number of tiles.
+    order [T * PER_TOKEN] are pairs by expert. tiles [3, capacity] are each tile's expert, numbered
+    from FIRST on, the begin of its pairs in `order`, and its expert's end there; `live` [1] is the
+    number of tiles.
     """
     await_earlier(DEPENDENT)
     rows = tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)
@@ -198,4 +212,6 @@ def place_kernel(
         found = tl.load(counts + at[:, None] * EXPERTS + lanes[None, :], mask=mask, other=0)
         total += tl.sum(found, 0)
         before += tl.sum(tl.where((at < tl.program_id(0))[:, None], found, 0), 0)
-    _lay_out(order, tiles, live, choice, rows, before, total, capacity, PER_TOKEN, ROWS, BLOCK)
+    _lay_out(
+        order, tiles, live, choice, rows, before, total, capacity, PER_TOKEN, FIRST, ROWS, BLOCK
+    )  # fmt: skip

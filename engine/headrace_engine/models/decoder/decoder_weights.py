@@ -229,7 +229,7 @@ class _LayerReader:
             router=router,
             experts=[
                 self._mlp(f"{prefix}experts.{one}.", experts.bias, experts.swiglu)
-                for one in range(experts.count)
+                for one in experts.local
             ],
             shared=self._shared(prefix, experts),
             config=experts,
@@ -247,7 +247,7 @@ class _LayerReader:
         correction: torch.Tensor | None,
     ) -> FeedForward | None:
         """The experts as one mixture, if the operators support grouped products of such weights."""
-        ops, found = self._ops, [f"{prefix}experts.{one}." for one in range(experts.count)]
+        ops, found = self._ops, [f"{prefix}experts.{one}." for one in experts.local]
         if not isinstance(ops, MixtureOps) or experts.zero:
             return None
         weights = self._linears.experts(
@@ -263,7 +263,7 @@ class _LayerReader:
         return ops.mixture(MixtureParts(router, weights, shared, experts, gelu, correction))
 
     def _biases(self, experts: Sequence[str], *matrices: str) -> torch.Tensor:
-        """The experts' biases, [E, out]."""
+        """The biases of these experts, [E, out]."""
         names = [[f"{one}{matrix}.bias" for matrix in matrices] for one in experts]
         return torch.stack([torch.cat([self._reader.read(name) for name in own]) for own in names])
 

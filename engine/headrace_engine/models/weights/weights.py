@@ -14,6 +14,7 @@ from ...checkpoints.loading import LoadProgress
 from ...checkpoints.tensor_files import (
     INDEX_FILE,
     SINGLE_FILE,
+    Portion,
     Shape,
     TensorFiles,
     TensorInfo,
@@ -97,7 +98,22 @@ class WeightReader:
         for name, spec in wanted.items():
             _check_tensor(name, spec, tensors[name])
         self._check_unexpected(wanted, [self._locate(name).stored for name in ignored])
-        self._files.plan(wanted)
+        self._plan()
+
+    def _plan(self) -> None:
+        """Plans to read what this rank needs: of experts in one tensor only its own ones."""
+        own: dict[str, Portion] = {}
+        for name in self._expected:
+            if self._cuts is None or self._cuts.reads(name):
+                piece = self._locate(name)
+                own[piece.stored] = piece.portion.joined(own.get(piece.stored, piece.portion))
+        self._files.plan(
+            {
+                tensor: portion
+                for stored, portion in own.items()
+                for tensor in self._specs(stored, self._shapes[stored])
+            }
+        )
 
     def _specs(self, stored: str, shape: Shape) -> Mapping[str, TensorSpec]:
         if self._format is not None and self._is_quantized(stored):
