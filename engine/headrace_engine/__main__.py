@@ -8,8 +8,11 @@ os.environ.setdefault("GOMP_SPINCOUNT", "2000")
 
 if __name__ == "__main__":
     from headrace_common.termination import exit_on_signal
+    from headrace_engine.core.start_phases import StartPhases, process_age
 
     exit_on_signal()  # before torch, which takes seconds
+    started = StartPhases(process_age())
+    started.begin("imports")
 
 import asyncio
 import gc
@@ -43,6 +46,7 @@ from headrace_common.wire import keys
 
 from .core.config import EngineConfig
 from .core.errors import EngineError, RequestError
+from .core.start_phases import StartPhases, ignore_phase
 from .engine.engine import Engine
 from .lora.adapter import fetch_adapter
 from .model_runner.model_runner import ModelRunner
@@ -50,6 +54,7 @@ from .scheduler.policies import make_policy
 from .serving.adapter_loading import AdapterLoading
 from .serving.model_registration import ModelFiles, ModelRegistration, ModelSource
 from .serving.settings import EngineSettings
+from .serving.start_notice import announced_start
 from .serving.worker import Worker, WorkerConfig
 from .structured_output.compiler import GrammarCompiler
 
@@ -61,18 +66,24 @@ CLOSE_SECONDS = 5.0
 FAILURES = ("worker_failed", "rank_failed")
 
 
-def main(arguments: list[str] | None = None) -> int:
-    """Runs the engine process and returns its exit code."""
+def main(arguments: list[str] | None = None, phases: StartPhases | None = None) -> int:
+    """Runs the engine process and returns its exit code. `phases` began with the process."""
+    phases = phases or StartPhases()
+    phases.begin("settings")
     settings = read_settings(EngineSettings, "headrace engine", arguments)
     if settings is None:
         return EXIT_CONFIG
     try:
         # Before the weights, which may take minutes to load.
         sealing = KeyringFile(settings)
+        phases.begin("tokenizer")
         model = _source(settings).read() if settings.register_model else None
-        runner, engine, grammars = _load(settings, model)
+        engine_id = keys.new_incarnation(f"{socket.gethostname()}.{os.getpid()}")
+        name = settings.display_name
+        with announced_start(_redis(settings), settings.name, engine_id, name, phases):
+            runner, engine, grammars = _load(settings, model, phases)
         files = None if model is None else model.files
-        asyncio.run(serve(settings, engine, sealing, grammars, runner, files))
+        asyncio.run(serve(settings, engine_id, engine, sealing, grammars, runner, files, phases))
         engine.close(CLOSE_SECONDS)
         if runner.peers is not None:  # after a failure, they end with this process
             runner.peers.close()
@@ -88,13 +99,15 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def _load(
-    settings: EngineSettings, model: ModelFiles | None = None
+    settings: EngineSettings, model: ModelFiles | None = None, phases: StartPhases | None = None
 ) -> tuple[ModelRunner, Engine, GrammarCompiler | None]:
+    begin = ignore_phase if phases is None else phases.begin
     config = settings.engine_config()
     # before the weights, for the same reason
     policy = make_policy(config.policy, config.policy_options)
-    runner = ModelRunner(config)
+    runner = ModelRunner(config, on_phase=begin)
     runner.warm_up()
+    begin("grammars")
     grammars = _grammars(config, runner, None if model is None else model.tokenizer)
     # Objects that exist now stay alive, so the collector need not visit them between steps.
     gc.collect()
@@ -120,16 +133,18 @@ def _grammars(
 
 async def serve(
     settings: EngineSettings,
+    engine_id: str,
     engine: Engine,
     sealing: KeyringFile,
     grammars: GrammarCompiler | None = None,
     runner: ModelRunner | None = None,
     files: CheckpointFiles | None = None,
+    phases: StartPhases | None = None,
 ) -> None:
     """Serves until SIGTERM or a drain message. Raises the error that ended the service."""
-    engine_id = keys.new_incarnation(f"{socket.gethostname()}.{os.getpid()}")
-    config = ConnectionConfig(url=settings.redis_url, credentials=settings.redis_credentials)
-    connection = Connection(config, sealing.sealer)
+    phases = phases or StartPhases()
+    phases.begin("telemetry")
+    connection = Connection(_redis(settings), sealing.sealer)
     queue = ShardedEngineQueue(
         lambda shard: RedisEngineQueue(
             connection,
@@ -168,6 +183,7 @@ async def serve(
             grammars,
             RedisSnapshotWriter(connection, engine_id, settings.name),
             _adapters(settings, runner, connection),
+            phases,
         )
         if runner is not None and runner.peers is not None:
             runner.peers.watch(worker.fail)
@@ -180,6 +196,10 @@ async def serve(
         await queue.close()
         await connection.close()
         await asyncio.to_thread(measures.shutdown)
+
+
+def _redis(settings: EngineSettings) -> ConnectionConfig:
+    return ConnectionConfig(url=settings.redis_url, credentials=settings.redis_credentials)
 
 
 def _source(settings: EngineSettings) -> ModelSource:
@@ -255,4 +275,4 @@ def _exit(code: int) -> None:
 
 
 if __name__ == "__main__":
-    _exit(main())
+    _exit(main(phases=started))

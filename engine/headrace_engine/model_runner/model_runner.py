@@ -17,6 +17,7 @@ from ..core.attention_backend import LayerCache
 from ..core.config import EngineConfig
 from ..core.errors import ConfigError
 from ..core.request import EngineRequest, Sequence
+from ..core.start_phases import OnPhase, ignore_phase
 from ..core.step_plan import PendingStep, SampleRow, ScheduledSequence, SchedulerOutput, StepResult
 from ..cuda_graphs.cuda_graphs import DecodeRecorder, measure_graphs, record_graphs
 from ..device.transfer import Transfer
@@ -47,8 +48,9 @@ class ModelRunner:
     `peers` are the other processes of the model, None if there is only this one. `draft_model` has
     as many KV blocks as the target; None without one. `draft_head` proposes drafts from its hidden
     states; None without one. `launch` starts the other ranks, if several
-    share the model. `executor` runs submitted steps; None: the device's. Raises CheckpointError,
-    ConfigError or RankFailed naming what cannot be loaded or served.
+    share the model. `executor` runs submitted steps; None: the device's. `on_phase` is told each
+    phase of the start. Raises CheckpointError, ConfigError or RankFailed naming what cannot be
+    loaded or served.
     """
 
     def __init__(
@@ -58,10 +60,13 @@ class ModelRunner:
         clock: Callable[[], float] = time.perf_counter,
         launch: Launcher = RankProcess,
         executor: StepExecutor | None = None,
+        on_phase: OnPhase = ignore_phase,
     ) -> None:
-        self._clock = clock
+        self._clock, self._on_phase = clock, on_phase
+        on_phase("weights")
         self.draft_model = DraftModel.of(config)
-        placed = load_model(config, launch)
+        placed = load_model(config, launch, on_phase)
+        on_phase("kv_cache")
         self._placed, self.model, self.attention = placed, placed.model, placed.attention
         self.device, self.dtype, self.peers = placed.device, placed.dtype, placed.peers
         self.max_model_len = placed.max_model_len
@@ -215,6 +220,7 @@ class ModelRunner:
 
         Writes into block 0 only.
         """
+        self._on_phase("warm_up")
         length = max(1, min(self.block_size, self.max_model_len) - 1)
         prefill = self._dummy_step(1, length, num_blocks=1)
         self.execute(prefill)
@@ -229,7 +235,9 @@ class ModelRunner:
             with torch.inference_mode():
                 self._lora.warm_up()
         if self._caches:  # an encoder has no cache, and decodes nothing
+            self._on_phase("cuda_graphs")
             self.model = record_graphs(self._recorder)
+        self._on_phase("warm_up")
         if self.draft_head is not None:
             assert isinstance(self.model, HeadTarget), "a recorded target remains a target"
             self.draft_head.target = self.model
