@@ -4,8 +4,9 @@
         [--out FILE] [-- FLAGS OF UP]
 
 Each round starts every checkout once, in turns, and ends it. A start lasts from the creation of the
-process until the first request for one token is answered. Resident memory is that of all processes
-after that request. The tables have medians; phases are those of the engine's line `engine ready`.
+process until the first request for one token is answered. CPU time and resident memory are those of
+all processes after that request; on a shared machine, CPU time says more. The table has medians;
+phases are those of the engine's line `engine ready`.
 """
 
 import argparse
@@ -32,9 +33,11 @@ POLL_S = 0.01
 
 @dataclass(frozen=True, slots=True)
 class Start:
-    """One start: seconds until the first answer, resident MB by process, the engine's phases."""
+    """One start: seconds until the first answer, CPU seconds of all processes, resident MB by
+    process, the engine's phases."""
 
     seconds: float
+    cpu_s: float
     resident_mb: Mapping[str, int]
     engine_s: float | None = None
     phases: Mapping[str, float] = field(default_factory=dict)
@@ -62,9 +65,9 @@ def start(root: Path, model: str, flags: list[str]) -> Start:
         with running(command, root) as process:
             await_answer(process, f"http://127.0.0.1:{port}")
             seconds = time.perf_counter() - begun
-            resident = resident_mb(process.pid)
+            cpu, resident = used(process.pid)
         ready = line_of(Path(folder) / "logs" / "engine-0.log", "engine ready")
-    return Start(seconds, resident, ready.get("seconds"), ready.get("phases", {}))
+    return Start(seconds, cpu, resident, ready.get("seconds"), ready.get("phases", {}))
 
 
 @contextmanager
@@ -102,9 +105,10 @@ def answers(url: str) -> bool:
         return False
 
 
-def resident_mb(pid: int) -> dict[str, int]:
-    """Resident memory of a process and its children, by program. Shared pages count in each."""
-    found: dict[str, int] = {}
+def used(pid: int) -> tuple[float, dict[str, int]]:
+    """CPU seconds of a process and its children, and their resident MB by program. Shared pages
+    count in each."""
+    seconds, found = 0.0, dict[str, int]()
     root = psutil.Process(pid)
     for one in [root, *root.children(recursive=True)]:
         with suppress(psutil.NoSuchProcess):
@@ -112,7 +116,9 @@ def resident_mb(pid: int) -> dict[str, int]:
             programs = ("headrace_engine", "headrace_gateway", "headrace_cli")
             name = next((name for name in programs if f"-m {name}" in words), one.name())
             found[name] = found.get(name, 0) + one.memory_info().rss // 2**20
-    return found
+            times = one.cpu_times()
+            seconds += times.user + times.system
+    return seconds, found
 
 
 def line_of(log: Path, message: str) -> dict[str, Any]:
@@ -131,6 +137,7 @@ def table(results: Mapping[str, list[Start]]) -> Iterator[str]:
     yield f"| | {' | '.join(names)} |"
     yield f"| --- |{' ---: |' * len(names)}"
     yield row("first answer, s", [[one.seconds for one in results[name]] for name in names])
+    yield row("CPU of all processes, s", [[one.cpu_s for one in results[name]] for name in names])
     engines = [[one.engine_s for one in results[name] if one.engine_s] for name in names]
     yield row("engine ready, s", engines)
     for phase in dict.fromkeys(p for one in results.values() for run in one for p in run.phases):

@@ -1,6 +1,8 @@
 """The time of an engine's start is divided into phases without a gap, and announced meanwhile."""
 
 import asyncio
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -59,6 +61,20 @@ def test_time_after_the_start_does_not_count() -> None:
 
 def test_the_age_of_a_process_is_known() -> None:
     assert process_age() > 0
+
+
+def test_a_start_on_a_cpu_imports_no_library_that_it_does_not_need() -> None:
+    program = """
+import sys
+import headrace_engine.__main__, headrace_engine.attention.cpu, headrace_engine.models.native
+from headrace_engine.attention.flash import find_kernel
+find_kernel()
+print(*sorted({"triton", "transformers", "torch._dynamo", "huggingface_hub"} & sys.modules.keys()))
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, timeout=300, check=True
+    )
+    assert done.stdout.strip() == ""
 
 
 def test_a_runner_tells_its_phases_in_order(checkpoint: CheckpointMaker) -> None:
