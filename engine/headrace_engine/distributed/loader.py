@@ -30,6 +30,7 @@ def load_model(
 ) -> PlacedModel:
     """Loads the model, with ranks if there are several devices. Raises CheckpointError, ConfigError
     or RankFailed."""
+    on_phase("device")
     size = config.tensor_parallel_size
     if config.swap_space or config.has_draft_model or config.draft_head is not None:
         config = replace(config, disable_hybrid_kv_cache_manager=True)

@@ -63,7 +63,8 @@ class ModelRunner:
         on_phase: OnPhase = ignore_phase,
     ) -> None:
         self._clock, self._on_phase = clock, on_phase
-        on_phase("weights")
+        if config.has_draft_model:
+            on_phase("weights")
         self.draft_model = DraftModel.of(config)
         placed = load_model(config, launch, on_phase)
         on_phase("kv_cache")

@@ -82,7 +82,7 @@ def test_a_runner_tells_its_phases_in_order(checkpoint: CheckpointMaker) -> None
     config = EngineConfig(model=str(checkpoint("llama")), device="cpu", num_blocks=8)
     ModelRunner(config, on_phase=told.append).warm_up()
     distinct = list(dict.fromkeys(told))
-    assert distinct == ["weights", "device", "kv_cache", "warm_up", "cuda_graphs"]
+    assert distinct == ["device", "weights", "kv_cache", "warm_up", "cuda_graphs"]
     assert set(told) <= set(PHASES)
 
 
