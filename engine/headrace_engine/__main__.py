@@ -1,5 +1,6 @@
 """The engine process: reads its settings, loads the model, serves until SIGTERM."""
 
+import gc
 import os
 
 # libgomp reads it when torch loads it. By default its threads spin for milliseconds at every
@@ -8,11 +9,15 @@ os.environ.setdefault("GOMP_SPINCOUNT", "2000")
 
 if __name__ == "__main__":
     from headrace_common.termination import exit_on_signal
+    from headrace_engine.core.start_phases import StartPhases, process_age
 
     exit_on_signal()  # before torch, which takes seconds
+    started = StartPhases(process_age())
+    started.begin("imports")
+    # Modules stay: collecting garbage between them takes a tenth of the imports' time.
+    gc.disable()
 
 import asyncio
-import gc
 import logging
 import signal
 import socket
@@ -47,6 +52,7 @@ from headrace_common.wire import keys
 
 from .core.config import EngineConfig
 from .core.errors import EngineError, RequestError
+from .core.start_phases import StartPhases, ignore_phase
 from .engine.engine import Engine
 from .lora.adapter import fetch_adapter
 from .model_runner.model_runner import ModelRunner
@@ -54,6 +60,7 @@ from .scheduler.policies import make_policy
 from .serving.adapter_loading import AdapterLoading
 from .serving.model_registration import ModelFiles, ModelRegistration, ModelSource
 from .serving.settings import EngineSettings
+from .serving.start_notice import announced_start
 from .serving.turn_taking import TurnTaking, load_in_turn
 from .serving.worker import Worker, WorkerConfig
 from .structured_output.compiler import GrammarCompiler
@@ -67,23 +74,29 @@ CLOSE_SECONDS = 5.0
 FAILURES = ("worker_failed", "rank_failed")
 
 
-def main(arguments: list[str] | None = None) -> int:
-    """Runs the engine process and returns its exit code."""
+def main(arguments: list[str] | None = None, phases: StartPhases | None = None) -> int:
+    """Runs the engine process and returns its exit code. `phases` began with the process."""
+    phases = phases or StartPhases()
+    phases.begin("settings")
     settings = read_settings(EngineSettings, "headrace engine", arguments)
     if settings is None:
         return EXIT_CONFIG
     try:
         # Before the weights, which may take minutes to load.
         sealing = KeyringFile(settings)
+        phases.begin("tokenizer")
         model = _source(settings).read() if settings.register_model else None
         engine_id = _new_id()
-        load = partial(_load, settings, model)
-        if settings.sharing_group is None:
-            runner, engine, grammars = load()
-        else:
-            runner, engine, grammars = asyncio.run(_load_in_turn(settings, engine_id, load))
+        load = partial(_load, settings, model, phases)
+        name = settings.display_name
+        with announced_start(_redis(settings), settings.name, engine_id, name, phases):
+            if settings.sharing_group is None:
+                runner, engine, grammars = load()
+            else:
+                phases.begin("turn")
+                runner, engine, grammars = asyncio.run(_load_in_turn(settings, engine_id, load))
         files = None if model is None else model.files
-        asyncio.run(serve(settings, engine, sealing, grammars, runner, files, engine_id))
+        asyncio.run(serve(settings, engine, sealing, grammars, runner, files, engine_id, phases))
         engine.close(CLOSE_SECONDS)
         if runner.peers is not None:  # after a failure, they end with this process
             runner.peers.close()
@@ -114,7 +127,7 @@ async def _load_in_turn(settings: EngineSettings, engine_id: str, load: Callable
 
 
 def _connection(settings: EngineSettings, sealing: KeyringFile | None = None) -> Connection:
-    config = ConnectionConfig(url=settings.redis_url, credentials=settings.redis_credentials)
+    config = _redis(settings)
     return Connection(config) if sealing is None else Connection(config, sealing.sealer)
 
 
@@ -133,13 +146,15 @@ def _slot(settings: EngineSettings, connection: Connection, engine_id: str) -> R
 
 
 def _load(
-    settings: EngineSettings, model: ModelFiles | None = None
+    settings: EngineSettings, model: ModelFiles | None = None, phases: StartPhases | None = None
 ) -> tuple[ModelRunner, Engine, GrammarCompiler | None]:
+    begin = ignore_phase if phases is None else phases.begin
     config = settings.engine_config()
     # before the weights, for the same reason
     policy = make_policy(config.policy, config.policy_options)
-    runner = ModelRunner(config)
+    runner = ModelRunner(config, on_phase=begin)
     runner.warm_up()
+    begin("grammars")
     grammars = _grammars(config, runner, None if model is None else model.tokenizer)
     # Objects that exist now stay alive, so the collector need not visit them between steps.
     gc.collect()
@@ -171,9 +186,12 @@ async def serve(
     runner: ModelRunner | None = None,
     files: CheckpointFiles | None = None,
     engine_id: str | None = None,
+    phases: StartPhases | None = None,
 ) -> None:
     """Serves until SIGTERM or a drain message. Raises the error that ended the service."""
     engine_id = engine_id or _new_id()
+    phases = phases or StartPhases()
+    phases.begin("telemetry")
     connection = _connection(settings, sealing)
     queue = ShardedEngineQueue(
         lambda shard: RedisEngineQueue(
@@ -214,6 +232,7 @@ async def serve(
             RedisSnapshotWriter(connection, engine_id, settings.name),
             _adapters(settings, runner, connection),
             _turns(settings, connection, engine_id),
+            phases,
         )
         if runner is not None and runner.peers is not None:
             runner.peers.watch(worker.fail)
@@ -226,6 +245,10 @@ async def serve(
         await queue.close()
         await connection.close()
         await asyncio.to_thread(measures.shutdown)
+
+
+def _redis(settings: EngineSettings) -> ConnectionConfig:
+    return ConnectionConfig(url=settings.redis_url, credentials=settings.redis_credentials)
 
 
 def _source(settings: EngineSettings) -> ModelSource:
@@ -308,4 +331,6 @@ def _exit(code: int) -> None:
 
 
 if __name__ == "__main__":
-    _exit(main())
+    gc.freeze()
+    gc.enable()
+    _exit(main(phases=started))

@@ -1,12 +1,14 @@
 """The gateway process: reads its settings, loads tokenizers, serves until SIGTERM."""
 
+import gc
+
 if __name__ == "__main__":
     from headrace_common.termination import exit_on_signal
 
     exit_on_signal()  # before imports that take a second
+    gc.disable()  # modules stay: collecting garbage between them only takes time
 
 import asyncio
-import gc
 import logging
 import os
 import socket
@@ -304,4 +306,6 @@ def _loop() -> asyncio.AbstractEventLoop:
 
 
 if __name__ == "__main__":
+    gc.freeze()
+    gc.enable()
     sys.exit(main())

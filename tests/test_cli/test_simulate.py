@@ -1,5 +1,6 @@
 """`headrace simulate` as a person types it: the command passes its options on to the simulator."""
 
+import json
 import subprocess
 import sys
 from pathlib import Path
@@ -28,7 +29,7 @@ def test_a_small_trace_gives_a_table_with_a_line_for_each_policy() -> None:
 def test_it_says_where_it_wrote_its_files(tmp_path: Path) -> None:
     files = {"results": tmp_path / "results.json", "picture": tmp_path / "autoscaling.png"}
     done = headrace(
-        *("simulate", "--days", "0.01", "--policy", "peak"),
+        *("simulate", "--days", "0.01", "--policy", "peak", "--cold-start", "20"),
         *("--json", str(files["results"]), "--plot", str(files["picture"])),
     )
 
@@ -36,6 +37,8 @@ def test_it_says_where_it_wrote_its_files(tmp_path: Path) -> None:
     for what, path in files.items():
         assert path.stat().st_size > 0
         assert f"{what}: {path}\n" in done.stderr
+    results = json.loads(files["results"].read_text())
+    assert results["inputs"]["profile"]["cold_start_seconds"] == 20.0
 
 
 def test_an_error_of_the_user_is_one_line() -> None:

@@ -5,6 +5,7 @@ import secrets
 import pytest
 
 from headrace_common.observability import metric_names as names
+from headrace_engine.core.start_phases import PHASES
 from headrace_testing.processes import HeadraceProcess, until
 from headrace_testing.single import SingleStack
 from headrace_testing.spans import ExportedSpan, exported
@@ -79,6 +80,20 @@ def test_logs_name_the_request_and_its_trace(
         assert line["request_id"] == request_id
         assert line["output_tokens"] == 5
     assert lines_of(single.gateway, trace_id)[0]["client_request_id"] == trace_id
+
+
+def test_an_engine_says_where_the_time_of_its_start_went(single: SingleStack) -> None:
+    line = single.engine.await_log("engine ready")
+    phases, seconds = line["phases"], line["seconds"]
+    assert isinstance(phases, dict) and isinstance(seconds, float)
+    loaded = {"settings", "tokenizer", "device", "weights", "kv_cache", "warm_up", "grammars"}
+    assert loaded | {"connection", "registration", "first_beat"} <= phases.keys() <= {*PHASES}
+    assert sum(phases.values()) == pytest.approx(seconds, abs=0.001 * len(PHASES))
+    families = scrape(f"http://127.0.0.1:{single.engine.metrics_port}")
+    family = families[names.ENGINE_START_DURATION.prometheus_name]
+    assert {sample.labels["phase"]: sample.value for sample in family.samples} == pytest.approx(
+        phases, abs=0.001
+    )
 
 
 def lines_of(process: HeadraceProcess, trace_id: str) -> list[dict[str, object]]:

@@ -21,6 +21,7 @@ def dashboard() -> Dashboard:
             Row("KV cache", _cache()),
             Row("Requests", _requests()),
             Row("Processes", _processes()),
+            Row("Starts", _starts()),
         ),
     )
 
@@ -241,6 +242,29 @@ def _processes() -> tuple[Panel, ...]:
             description="Resident memory of each engine process, without the GPU's.",
             queries=(Query(f"{q.pods(q.PROCESS_MEMORY)} {engines}", _POD),),
             unit=Unit.BYTES,
+            width=12,
+        ),
+    )
+
+
+def _starts() -> tuple[Panel, ...]:
+    phase, seconds = q.label(names.PHASE), q.series(names.ENGINE_START_DURATION)
+    return (
+        Panel(
+            title="Phases of the start",
+            description="Where the time went between the start of a process and its first request: "
+            "the mean of the present engines.",
+            queries=(Query(f"avg by ({phase}) ({seconds})", f"{{{{{phase}}}}}"),),
+            unit=Unit.SECONDS,
+            look=Look.STACKED,
+            width=12,
+        ),
+        Panel(
+            title="Start by engine",
+            description="Time from the start of an engine's process until it took work. The cold "
+            "starts of the operator's dashboard include what Kubernetes did before.",
+            queries=(Query(q.total(seconds, q.POD), _POD),),
+            unit=Unit.SECONDS,
             width=12,
         ),
     )

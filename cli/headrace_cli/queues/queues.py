@@ -90,12 +90,20 @@ def show_status(session: QueueSession, models: Sequence[str] | None) -> None:
         return [await admin.status(model, shards) for model, shards in wanted.items()]
 
     found = session.run(read)
-    data = [{**asdict(one), "engines": [asdict(engine) for engine in one.engines]} for one in found]
+    data = [
+        {
+            **asdict(one),
+            "engines": [asdict(engine) for engine in one.engines],
+            "starts": [asdict(start) for start in one.starts],
+        }
+        for one in found
+    ]
     table = plain_table(
         "model", "waiting", "tokens", "running", "oldest", "ended/s", "dead", "engines"
     )
     for one in found:
         engines = f"{len(one.engines)}" + _idle_engines(one.engines)
+        engines += "".join(f", starting: {start.phase}" for start in one.starts)
         depth = one.depth
         table.add_row(
             one.model, str(depth.waiting), str(depth.waiting_tokens), str(depth.pending),

@@ -19,7 +19,7 @@ from headrace_common.wire import keys
 
 from ..errors import UsageError
 
-_PROBE_SECONDS = 0.1
+_PROBE_SECONDS = 0.02
 Answer = TypeVar("Answer")
 
 

@@ -20,6 +20,15 @@ class Scaling(_Part):
     message: str = ""
 
 
+class Start(_Part):
+    """An engine that starts: the phase that it is in, and the seconds so far."""
+
+    id: str
+    name: str | None = None
+    phase: str
+    seconds: float
+
+
 class ModelRow(_Part):
     """A model's queue. `oldest_wait` is in seconds."""
 
@@ -30,6 +39,7 @@ class ModelRow(_Part):
     waiting_tokens: int
     limit_requests: int
     scaling: Scaling | None = None
+    starts: tuple[Start, ...] = ()
 
 
 class KvBlocks(_Part):

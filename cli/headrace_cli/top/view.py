@@ -33,6 +33,7 @@ def draw(snapshot: Snapshot, note: str = "") -> RenderableType:
     if note:
         parts.append(_said(note, style="red"))
     parts += [Text(), _models(snapshot), Text(), _engines(snapshot)]
+    parts += _starts(snapshot)
     if any(sequence.tenant is not None for sequence in _sequences(snapshot)):
         parts += [Text(), _tenants(snapshot)]
     if snapshot.engines_left_out:
@@ -84,8 +85,15 @@ def _engines(snapshot: Snapshot) -> Table:
             _whole(engine.waiting),
             _whole(engine.preemptions),
             *_kv(engine.kv),
-        )  # The caller's sequences in all engines, and those of other tenants, who are not named.
+        )
     return table
+
+
+def _starts(snapshot: Snapshot) -> Iterator[Text]:
+    for model in snapshot.models:
+        for start in model.starts:
+            said = f"{start.name or start.id} starts: {start.phase}, {_seconds(start.seconds)}"
+            yield _said(said, style="yellow")
 
 
 def _tenants(snapshot: Snapshot) -> Table:

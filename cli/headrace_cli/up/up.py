@@ -1,8 +1,8 @@
 """`headrace up`: starts queue server, engines and gateways, keeps them running and drains them.
 
-Start: queue, then engines and gateways together. Drain: gateways (they stop accepting and let
-their streams end), engines, queue. Every wait ends immediately when a child gives up or a signal
-comes.
+Start: queue and engines together, since engines load for longer than the server does, and gateways
+as soon as the queue answers. Drain: gateways (they stop accepting and let their streams end),
+engines, queue. Every wait ends immediately when a child gives up or a signal comes.
 """
 
 import asyncio
@@ -31,7 +31,7 @@ from .kill_switch import KillSwitch
 from .stack import HostResources, UpConfig, engine_spec, gateway_spec
 
 # Seconds between two health checks of a starting child.
-_PROBE_SECONDS = 0.2
+_PROBE_SECONDS = 0.05
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
@@ -81,9 +81,19 @@ class Up:
 
     async def _start(self) -> None:
         self._listener = listen(self._config.host, self._config.port)
-        redis_url = self._redis_url or await self._start_queue()
-        await self._or_stop(check_redis(redis_url))
-        self._start_children(redis_url, self._listener.fileno())
+        queue: Service | None = None
+        redis_url = self._redis_url
+        if redis_url is None:
+            queue, redis_url = self._queue()
+            self._launch([queue])
+        else:
+            await self._or_stop(check_redis(redis_url))
+        engines = self._engines(redis_url)
+        self._launch(engines)
+        if queue is not None:
+            await self._or_stop(queue.ready.wait())
+            await self._or_stop(check_redis(redis_url))
+        self._launch(self._gateways(redis_url, self._listener.fileno(), engines))
         for service in (service for group in self._groups for service in group):
             await self._or_stop(service.ready.wait())
         async with _client() as client:
@@ -106,26 +116,29 @@ class Up:
             gateways=_processes("gateway", gateways),
         )
 
-    async def _start_queue(self) -> str:
+    def _queue(self) -> tuple[Service, str]:
+        """The embedded server, and the URL at which it will answer."""
         path = self._socket = socket_path(self._data.queue)
         spec = server_spec(find_server(), self._data.queue, path)
         url = socket_url(path)
-        queue = self._service(spec, lambda: until_answering(url))
-        self._launch([queue])
-        await self._or_stop(queue.ready.wait())
-        return url
+        return self._service(spec, lambda: until_answering(url)), url
 
-    def _start_children(self, redis_url: str, fd: int) -> None:
+    def _engines(self, redis_url: str) -> list[Service]:
         config = self._config
         count = config.engines + config.gateways
         self._metrics = listen_on_free_ports(count, host="127.0.0.1", start=FIRST_METRICS_PORT)
         resources = HostResources(gpus=visible_gpus(os.environ), cores=usable_cores())
-        engines, gateways = [], []
+        engines = []
         for i, sock in enumerate(self._metrics[: config.engines]):
             spec = engine_spec(
                 i, config, redis_url=redis_url, metrics_fd=sock.fileno(), resources=resources
             )
             engines.append(self._http_service(spec, sock))
+        return engines
+
+    def _gateways(self, redis_url: str, fd: int, engines: Sequence[Service]) -> list[Service]:
+        config = self._config
+        gateways = []
         switch = self._kill_switch = KillSwitch(config.gateways, engines, self._report)
         self._kills = asyncio.create_task(switch.serve())
         for i, sock in enumerate(self._metrics[config.engines :]):
@@ -138,8 +151,7 @@ class Up:
                 supervisor_fd=switch.fds[i],
             )
             gateways.append(self._http_service(spec, sock))
-        self._launch(engines)
-        self._launch(gateways)
+        return gateways
 
     def _http_service(self, spec: ChildSpec, metrics: socket.socket) -> Service:
         port = metrics.getsockname()[1]

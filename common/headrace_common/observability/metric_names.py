@@ -252,6 +252,13 @@ GATEWAY_GRAMMAR_CHECKS = Metric(
 )
 
 # The engine.
+ENGINE_START_DURATION = Metric(
+    "headrace.engine.start.duration",
+    MetricKind.GAUGE,
+    "s",
+    "Time that each phase of this engine's start took, by phase; their sum is the time from the "
+    "process's start until it took work.",
+)
 ENGINE_REQUESTS = Metric(
     "headrace.engine.requests",
     MetricKind.GAUGE,
@@ -446,6 +453,7 @@ TENANT_METRICS = (
 ENGINE_METRICS = (
     QUEUE_REDELIVERIES,
     QUEUE_PLACEMENTS,
+    ENGINE_START_DURATION,
     ENGINE_REQUESTS,
     ENGINE_CAPACITY,
     ENGINE_KV_UTILIZATION,

@@ -1,4 +1,5 @@
-"""The state of a running system that consoles show, as bytes in Redis: batches and decisions.
+"""The state of a running system that consoles show, as bytes in Redis: batches, decisions, and
+engines that start.
 
 Engines and the operator write it. Gateways do not trust it: they check sizes, types and texts
 first. It has no text or token of a request.
@@ -24,6 +25,9 @@ MAX_WATCH_MS = 10_000
 # Longer than the lifetime of an engine's status, so that the last batch of a dead engine is shown.
 SNAPSHOT_TTL_MS = 15_000
 DECISION_TTL_MS = 120_000
+# Milliseconds after which an engine that started and says nothing more counts as gone.
+START_TTL_MS = 10_000
+MAX_START_BYTES = 1024
 
 STATES = ("waiting", "prefill", "decode", "preempted", "swapped")
 
@@ -94,6 +98,19 @@ class ScalingDecision:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class EngineStart:
+    """An engine that starts: its phase, and the seconds since its process began.
+
+    `name` is what people call it; it may be empty.
+    """
+
+    engine_id: str
+    name: str
+    phase: str
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class EngineSight:
     """An engine in Redis: seconds since its last sign of life, and its latest snapshot."""
 
@@ -103,11 +120,12 @@ class EngineSight:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelSight:
-    """A model in Redis: one sight for each engine that was asked for, and the operator's
-    latest decision; None without an operator."""
+    """A model in Redis: one sight for each engine that was asked for, the operator's latest
+    decision (None without an operator), and the engines that start."""
 
     engines: tuple[EngineSight, ...]
     decision: ScalingDecision | None = None
+    starts: tuple[EngineStart, ...] = ()
 
 
 class SnapshotWriter(Protocol):
@@ -239,6 +257,23 @@ def decode_decision(data: bytes) -> ScalingDecision:
         ready=count(ready),
         reason=_text(reason, MAX_REASON_CHARS),
         message=_text(message, MAX_MESSAGE_CHARS),
+    )
+
+
+def encode_start(start: EngineStart) -> bytes:
+    return pack_message([PROTOCOL_VERSION, start.engine_id, start.name, start.phase, start.seconds])
+
+
+def decode_start(data: bytes) -> EngineStart:
+    """Unpacks and checks an engine's start. Raises MessageError."""
+    if len(data) > MAX_START_BYTES:
+        raise MessageError(f"engine start of over {MAX_START_BYTES} bytes")
+    _, engine_id, name, phase, seconds, *_ = versioned(data, 5)
+    return EngineStart(
+        engine_id=identifier(engine_id),
+        name=_text(name, MAX_REASON_CHARS),
+        phase=_text(phase, MAX_REASON_CHARS),
+        seconds=_number(seconds),
     )
 
 

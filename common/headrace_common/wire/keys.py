@@ -267,6 +267,16 @@ class ShardKeys:
         """String, an engine's msgpack EngineStatus. Lives for one lease."""
         return f"es:{self.tag}:{engine_id}"
 
+    @property
+    def starts(self) -> str:
+        """Set of ids of engines that start, only in shard 0. Lives as long as the last of them."""
+        return f"en:{self.tag}"
+
+    def start(self, engine_id: str) -> str:
+        """String, an engine's msgpack EngineStart, only in shard 0. Lives 10 s, renewed until the
+        engine serves."""
+        return f"ep:{self.tag}:{engine_id}"
+
     def snapshot(self, engine_id: str) -> str:
         """String, an engine's msgpack EngineSnapshot, only in shard 0. Written while a gateway asks
         for it. Lives 15 s."""

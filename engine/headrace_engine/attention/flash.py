@@ -85,14 +85,14 @@ class FlashAttnKernel:
 
 
 class TorchKernel:
-    """torch.nn.attention.varlen.varlen_attn, as torch 2.13 has it.
+    """torch.ops.aten._flash_attention_forward, as torch 2.13 has it.
 
-    Its window (-1, 0) means causal attention, (W, 0) a causal window. Only an activated Flash
-    Attention 3 takes a block table, and then of any block size.
+    torch.nn.attention.varlen calls it, too, but its module imports torch._dynamo, which takes
+    seconds. Only an activated Flash Attention 3 takes a block table, and then of any block size.
     """
 
-    def __init__(self, varlen: Callable[..., Any], implementation: str | None) -> None:
-        self._varlen, self._implementation = varlen, implementation
+    def __init__(self, forward: Callable[..., Any], implementation: str | None) -> None:
+        self._forward, self._implementation = forward, implementation
 
     def pages(self, block_size: int) -> bool:
         return self._implementation == "FA3"
@@ -105,9 +105,9 @@ class TorchKernel:
             )
         paged = inputs.block_tables is not None
         pages = {"seqused_k": inputs.seq_lens, "block_table": inputs.block_tables} if paged else {}
-        sinks = inputs.params.sinks
-        aux = None if sinks is None else _aux_request()(lse=True)
-        found = self._varlen(
+        sinks, (before, after) = inputs.params.sinks, inputs.window
+        attended: torch.Tensor
+        attended, sums, *_ = self._forward(
             inputs.query,
             inputs.key,
             inputs.value,
@@ -115,21 +115,15 @@ class TorchKernel:
             None if paged else inputs.key_start,
             inputs.max_query_len,
             inputs.max_seq_len,
+            0.0,  # dropout
+            before < 0,  # causal; with a window, its right edge says the same
+            return_debug_mask=False,
             scale=inputs.params.scale,
-            window_size=inputs.window,
-            enable_gqa=inputs.query.shape[1] != inputs.key.shape[-2],
-            return_aux=aux,
+            window_size_left=before,
+            window_size_right=after,
             **pages,
         )
-        attended: torch.Tensor = found if sinks is None else _with_sinks(found[0], found[1], sinks)
-        return attended
-
-
-def _aux_request() -> Callable[..., Any]:
-    """The class of requests for sums. Its module imports torch._dynamo, which takes seconds."""
-    from torch.nn.attention.varlen import AuxRequest
-
-    return AuxRequest
+        return attended if sinks is None else _with_sinks(attended, sums, sinks)
 
 
 def _with_sinks(attended: torch.Tensor, sums: torch.Tensor, sinks: torch.Tensor) -> torch.Tensor:
@@ -209,14 +203,19 @@ def find_kernel() -> Kernel:
 
 def _torch_kernel() -> TorchKernel:
     try:
-        varlen = importlib.import_module("torch.nn.attention.varlen").varlen_attn
+        forward = torch.ops.aten._flash_attention_forward.default
         active = importlib.import_module("torch.nn.attention").current_flash_attention_impl()
     except (ImportError, AttributeError) as error:
         raise ConfigError(
             "attention_backend flash needs headrace[flash-attn], or a torch with "
-            f"torch.nn.attention.varlen: {error}"
+            f"flash attention: {error}"
         ) from error
-    return TorchKernel(varlen, active)
+    if "block_table" not in {argument.name for argument in forward._schema.arguments}:
+        raise ConfigError(
+            f"attention_backend flash needs headrace[flash-attn], or a newer torch than "
+            f"{torch.__version__}"
+        )
+    return TorchKernel(forward, active)
 
 
 def key_slots(metadata: AttentionMetadata, block_size: int) -> torch.Tensor:

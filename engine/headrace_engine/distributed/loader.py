@@ -14,6 +14,7 @@ from ..checkpoints.checkpoint import load_checkpoint
 from ..checkpoints.config import ModelConfig
 from ..core.config import EngineConfig
 from ..core.errors import ConfigError
+from ..core.start_phases import OnPhase, ignore_phase
 from ..model_loader.loader import pick_device, place_model
 from ..models.hidden_states import causal
 from ..models.parallel import Shard, check_divisible
@@ -24,14 +25,17 @@ from .process import Launcher, RankProcess
 from .rank_processes import RankProcesses
 
 
-def load_model(config: EngineConfig, launch: Launcher = RankProcess) -> PlacedModel:
+def load_model(
+    config: EngineConfig, launch: Launcher = RankProcess, on_phase: OnPhase = ignore_phase
+) -> PlacedModel:
     """Loads the model, with ranks if there are several devices. Raises CheckpointError, ConfigError
     or RankFailed."""
+    on_phase("device")
     size = config.tensor_parallel_size
     if config.swap_space or config.has_draft_model or config.draft_head is not None:
         config = replace(config, disable_hybrid_kv_cache_manager=True)
     if size == 1:
-        return place_model(config)
+        return place_model(config, on_phase=on_phase)
     device = pick_device(config.device)
     _check_devices(config, device)
     _check_model(config)
@@ -39,7 +43,8 @@ def load_model(config: EngineConfig, launch: Launcher = RankProcess) -> PlacedMo
     with ExitStack() as started:
         peers = RankProcesses(config, device.type, launch)
         started.callback(peers.close)
-        placed = place_model(config, Shard(0, size, peers.group, config.enable_expert_parallel))
+        shard = Shard(0, size, peers.group, config.enable_expert_parallel)
+        placed = place_model(config, shard, on_phase)
         peers.connect()
         started.pop_all()
     model = RankZeroModel(placed.model, peers, placed.layout)

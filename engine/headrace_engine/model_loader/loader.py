@@ -15,6 +15,7 @@ from ..core.config import EngineConfig
 from ..core.errors import ConfigError
 from ..core.kv_cache_groups import KVLayout
 from ..core.pooler_config import PoolerConfig
+from ..core.start_phases import OnPhase, ignore_phase
 from ..layers.fp8_cache import CACHE_DTYPES
 from ..lora.batch import LoRAOps
 from ..lora.shapes import AdaptableModel, LayerShapes
@@ -43,11 +44,14 @@ DTYPES = {
 }
 
 
-def place_model(config: EngineConfig, shard: Shard | None = None) -> PlacedModel:
+def place_model(
+    config: EngineConfig, shard: Shard | None = None, on_phase: OnPhase = ignore_phase
+) -> PlacedModel:
     """Loads the model, or the part that `shard` names, onto this rank's device.
 
     Raises CheckpointError or ConfigError naming what cannot be loaded or served.
     """
+    on_phase("device")
     if config.threads is not None:
         torch.set_num_threads(config.threads)
     checkpoint = load_checkpoint(config.model, config.revision)
@@ -89,6 +93,7 @@ def place_model(config: EngineConfig, shard: Shard | None = None) -> PlacedModel
         cache_dtype=stored,
         draft_head=HeadOptions.of(config),
     )
+    on_phase("weights")
     with torch.inference_mode():
         loaded = load_model(config, checkpoint, options)
 
@@ -110,6 +115,7 @@ def place_model(config: EngineConfig, shard: Shard | None = None) -> PlacedModel
         draft_head=loaded.draft_head,
     )
     if _is_tuned(config, placed):
+        on_phase("kernels")
         from ..autotune.start import tune  # needs Triton
 
         tune(placed, config)

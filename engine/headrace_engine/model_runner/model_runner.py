@@ -18,6 +18,7 @@ from ..core.attention_backend import LayerCache
 from ..core.config import EngineConfig, SleepLevel
 from ..core.errors import ConfigError
 from ..core.request import EngineRequest, Sequence
+from ..core.start_phases import OnPhase, ignore_phase
 from ..core.step_plan import PendingStep, SampleRow, ScheduledSequence, SchedulerOutput, StepResult
 from ..cuda_graphs.cuda_graphs import DecodeRecorder, measure_graphs, record_graphs
 from ..device.transfer import Transfer
@@ -50,8 +51,9 @@ class ModelRunner:
     `peers` are the other processes of the model, None if there is only this one. `draft_model` has
     as many KV blocks as the target; None without one. `draft_head` proposes drafts from its hidden
     states; None without one. `launch` starts the other ranks, if several
-    share the model. `executor` runs submitted steps; None: the device's. Raises CheckpointError,
-    ConfigError or RankFailed naming what cannot be loaded or served.
+    share the model. `executor` runs submitted steps; None: the device's. `on_phase` is told each
+    phase of the start. Raises CheckpointError, ConfigError or RankFailed naming what cannot be
+    loaded or served.
     """
 
     def __init__(
@@ -61,11 +63,15 @@ class ModelRunner:
         clock: Callable[[], float] = time.perf_counter,
         launch: Launcher = RankProcess,
         executor: StepExecutor | None = None,
+        on_phase: OnPhase = ignore_phase,
     ) -> None:
-        self._clock, self._config = clock, config
+        self._clock, self._config, self._on_phase = clock, config, on_phase
+        if config.has_draft_model:
+            on_phase("weights")
         self.draft_model = DraftModel.of(config)
-        self._load = partial(load_model, config, launch)
+        self._load = partial(load_model, config, launch, on_phase)
         placed = self._place()
+        on_phase("kv_cache")
         self.device, self.dtype, self.peers = placed.device, placed.dtype, placed.peers
         self.max_model_len = placed.max_model_len
         self.kv_groups = placed.layout.groups
@@ -217,6 +223,7 @@ class ModelRunner:
 
         Writes into block 0 only.
         """
+        self._on_phase("warm_up")
         length = max(1, min(self.block_size, self.max_model_len) - 1)
         prefill = self._dummy_step(1, length, num_blocks=1)
         self.execute(prefill)
@@ -231,6 +238,7 @@ class ModelRunner:
             with torch.inference_mode():
                 self._lora.warm_up()
         self._record()
+        self._on_phase("warm_up")
         if self.draft_head is not None:
             assert isinstance(self.model, HeadTarget), "a recorded target remains a target"
             self.draft_head.target = self.model
@@ -244,6 +252,7 @@ class ModelRunner:
         """Records CUDA graphs, if there is a GPU."""
         self._recorded = True
         if self._caches:  # an encoder has no cache, and decodes nothing
+            self._on_phase("cuda_graphs")
             self.model = record_graphs(self._recorder)
 
     def sleep(self, level: SleepLevel) -> None:

@@ -12,12 +12,13 @@ from ..checkpoints.config import ModelConfig
 from ..checkpoints.loading import LoadProgress
 from ..checkpoints.tensor_files import scan
 from ..core.errors import ConfigError
+from ..operators.base import DependentOps
 from ..operators.cpu import NativeOps
 from .base import CausalModel
 from .context import pick_context
+from .decoder.decoder import Decoder
 from .decoder.decoder_weights import read_weights
 from .decoder.fused import FusedDecoder, fits
-from .decoder.norm_fusion import make_decoder
 from .decoder.parallel_decoder import ParallelDecoder
 from .decoder.positions import PositionTables
 from .determinism import check_deterministic
@@ -195,6 +196,10 @@ def _make(
             shard=options.shard,
             embeddings=reader.whole_shape(EMBEDDING)[0],
         )
+    if not isinstance(ops, DependentOps):
+        return Decoder(config, weights, positions, ops, options.attention)
+    from .decoder.norm_fusion import make_decoder  # imports Triton
+
     return make_decoder(config, weights, positions, ops, options.attention)
 
 

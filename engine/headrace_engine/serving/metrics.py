@@ -5,7 +5,7 @@ addition and, if metrics are exported, three histogram records.
 """
 
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 
 from opentelemetry.metrics import Meter, Observation
@@ -44,7 +44,7 @@ class EngineMetrics:
     `stats` returns the engine's present state; exporters call it on their threads. `capacity` is
     the most sequences that run at once. `step_age` returns the seconds since the last finished step
     while there is work, else 0. `lora_stats` returns the adapters in use, `sleep_level` is 0 while
-    the engine is awake.
+    the engine is awake, `start_seconds` returns the seconds of each phase of the start.
     """
 
     def __init__(
@@ -59,6 +59,7 @@ class EngineMetrics:
         step_age: Callable[[], float],
         lora_stats: Callable[[], LoRAStats | None] = lambda: None,
         sleep_level: Callable[[], int] = lambda: 0,
+        start_seconds: Callable[[], Mapping[str, float]] = dict,
         clock_ns: Callable[[], int] = time.time_ns,
     ) -> None:
         self._telemetry = telemetry
@@ -74,6 +75,14 @@ class EngineMetrics:
         self._labels = {names.REQUEST_MODEL: model}
         self._make_instruments(telemetry.meter)
         self._observe_all(telemetry.meter, step_age, capacity)
+        observed_gauge(
+            telemetry.meter,
+            names.ENGINE_START_DURATION,
+            lambda: [
+                Observation(spent, {**self._labels, names.PHASE: phase})
+                for phase, spent in start_seconds().items()
+            ],
+        )
         telemetry.register(_VllmNames(self._snapshot, model, engine_id, block_size))
 
     def _make_instruments(self, meter: Meter) -> None:

@@ -26,6 +26,7 @@ from headrace_common.wire.messages import Drain, Recall, Watch
 
 from ..core.errors import EngineError, RequestError
 from ..core.outputs import SequenceOutput
+from ..core.start_phases import StartPhases
 from ..core.stats import SchedulerStats
 from ..engine.engine import Engine
 from ..engine.engine_loop import EngineLoop
@@ -111,12 +112,14 @@ class Worker:
         snapshots: SnapshotWriter | None = None,
         adapters: AdapterLoading | None = None,
         turns: TurnTaking | None = None,
+        phases: StartPhases | None = None,
     ) -> None:
         self._config = config
         self._queue = queue
         self._registration = registration
         self._adapters = adapters
         self._turns = turns
+        self._phases = phases or StartPhases()
         self._stats = engine.stats()
         self._loop = EngineLoop(
             engine,
@@ -134,6 +137,7 @@ class Worker:
             step_age=self.stalled_for,
             lora_stats=engine.lora_stats,
             sleep_level=lambda: self.sleeper.level or 0,
+            start_seconds=lambda: self._phases.seconds,
         )
         self._reply_writer = ReplyWriter(queue)
         checks = GrammarChecks(config.grammar_bounds, LocalRefusedGrammars())
@@ -259,15 +263,21 @@ class Worker:
     async def _begin(self) -> None:
         """Registers the engine and its model, starts the loop, loads adapters and sends the first
         beat."""
+        self._phases.begin("connection")
         await retry(self._queue.start, "start")
         if self._registration is not None:
+            self._phases.begin("registration")
             await self._registration.announce()
         self._loop.start()
         if self._adapters is not None:
+            self._phases.begin("adapters")
             await self._adapters.start(self._queue, self._loop)
+        self._phases.begin("first_beat")
         await retry(lambda: self._queue.beat((), self._status(0)), "first beat")
         self._serving = True
-        logger.info("engine ready", extra={"model": self._config.model})
+        self._phases.end()
+        extra = {"model": self._config.model, **self._phases.summary()}
+        logger.info("engine ready", extra=extra)
 
     async def _work(self) -> None:
         """Takes work, and drains or sleeps; again after each recall and wake-up."""

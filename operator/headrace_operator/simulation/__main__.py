@@ -1,7 +1,7 @@
 """`headrace simulate`: reads the options, compares policies, prints and writes the results."""
 
 import sys
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -44,6 +44,10 @@ def simulate(
     engine_profile: Annotated[
         Path | None,
         typer.Option(help="JSON of benchmarks/calibrate.py; default: an example, not measured."),
+    ] = None,
+    cold_start: Annotated[
+        float | None,
+        typer.Option(min=0.1, help="Seconds until a new engine serves; default: the profile's."),
     ] = None,
     days: Annotated[float, typer.Option(min=0.01, help="Length of the made-up trace.")] = 1.0,
     peak_rate: Annotated[
@@ -106,6 +110,8 @@ def simulate(
     )
     arrivals = _trace(trace, load)
     profile = load_profile(engine_profile)
+    if cold_start is not None:
+        profile = replace(profile, cold_start_seconds=cold_start)
     _compare(
         Comparison(
             trace=arrivals,

@@ -153,6 +153,7 @@ class LiveFeed:
             depth=replace(depth, oldest_age=0.0),
             oldest_wait=depth.oldest_age,
             scaling=sight.decision,
+            starts=sight.starts,
         )
         sights = [*sight.engines, *[EngineSight()] * len(statuses)]
         pairs = zip(statuses, sights, strict=False)

@@ -11,6 +11,7 @@ from headrace_common.protocol.base import EngineStatus, QueueDepth
 from headrace_common.protocol.live import (
     EngineSight,
     EngineSnapshot,
+    EngineStart,
     ScalingDecision,
     SequenceSnapshot,
 )
@@ -20,6 +21,7 @@ from headrace_common.protocol.live import (
 SILENT_SNAPSHOTS_S, SILENT_BEATS_S = 2.0, 7.0
 # Sequences of all engines in one event, so that its size is bounded.
 MAX_SEQUENCES = 1024
+MAX_STARTS = 16  # engines of a model that are shown while they start
 _DIGITS = 4  # in seconds
 
 
@@ -31,6 +33,7 @@ class ModelView:
     depth: QueueDepth
     oldest_wait: float = field(compare=False)
     scaling: ScalingDecision | None = None
+    starts: tuple[EngineStart, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -112,6 +115,15 @@ def _model(model: ModelView, limit_requests: int) -> dict[str, Any]:
         "waiting_tokens": model.depth.waiting_tokens,
         "limit_requests": limit_requests,
         "scaling": None if model.scaling is None else asdict(model.scaling),
+        "starts": [
+            {
+                "id": start.engine_id,
+                "name": start.name or None,
+                "phase": start.phase,
+                "seconds": start.seconds,
+            }
+            for start in model.starts[:MAX_STARTS]
+        ],
     }
 
 

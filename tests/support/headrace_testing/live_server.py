@@ -12,7 +12,8 @@ from .threaded_server import ScriptedHandler, ThreadedServer
 def model(**changes: Any) -> dict[str, Any]:
     return {
         "name": "headrace-demo", "waiting": 3, "running": 16, "oldest_wait": 0.4,
-        "waiting_tokens": 900, "limit_requests": 1024, "scaling": None, **changes,
+        "waiting_tokens": 900, "limit_requests": 1024, "scaling": None, "starts": [],
+        **changes,
     }  # fmt: skip
 
 

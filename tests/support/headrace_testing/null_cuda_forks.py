@@ -18,7 +18,6 @@ from triton.runtime.cache import triton_key
 PRELOADED = (
     "headrace_testing.decode",
     "headrace_testing.few_candidates",
-    "torch.nn.attention.varlen",  # an attention backend imports it when it starts
 )
 
 

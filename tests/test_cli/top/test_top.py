@@ -72,6 +72,13 @@ def test_a_row_says_what_waits_and_why_replicas_change() -> None:
     assert row == ["headrace-demo", "3", "1024", "900", "0.4", "s", "16", "1/2", "Backlog"]
 
 
+def test_an_engine_that_starts_shows_its_phase() -> None:
+    start = {"id": "host.1.abc", "name": "engine-1", "phase": "weights", "seconds": 12.34}
+    row = words(drawn(engine(), models=[model(starts=[start])]), "engine-1")
+
+    assert row == ["engine-1", "starts:", "weights,", "12.3", "s"]
+
+
 def test_an_engine_without_details_shows_its_heartbeat() -> None:
     row = words(drawn(heartbeat(state="silent", age=12.34)), "engine-0")
 

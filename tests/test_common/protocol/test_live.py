@@ -14,6 +14,7 @@ from headrace_common.protocol.live import (
     MAX_SEQUENCES,
     MAX_SNAPSHOT_BYTES,
     EngineSnapshot,
+    EngineStart,
     ScalingDecision,
     decode_decision,
     decode_snapshot,
@@ -26,6 +27,7 @@ from headrace_common.protocol.redis.live import (
     RedisSharedRequests,
     RedisSnapshotWriter,
 )
+from headrace_common.protocol.redis.starts import RedisStarts
 from headrace_common.wire.keys import ShardKeys
 from headrace_common.wire.messages import Control, Watch
 from headrace_testing.backends import MODEL, make_status
@@ -186,6 +188,42 @@ async def test_engines_cannot_write_another_models_snapshots_or_decisions(
     for model in (MODEL, OTHER):
         with pytest.raises(NoPermissionError):
             await stranger.client.command("SET", ShardKeys(model).decision, b"x")
+
+
+async def test_engines_that_start_are_not_among_those_that_serve(
+    redis_backend: OverUsers,
+) -> None:
+    engine, gateway = redis_backend.connect("engine"), redis_backend.connect("gateway")
+    store = RedisLiveStore(gateway, unsent)
+    first, second = (
+        EngineStart(engine_id=f"e.{seconds}", name="", phase="weights", seconds=seconds)
+        for seconds in (20.0, 3.0)
+    )
+    for start in (second, first):
+        await RedisStarts(engine, MODEL).write(start)
+    assert (await store.read(MODEL, [])).starts == (first, second)
+    assert await redis_backend.gateway("g").engines(MODEL) == []
+    assert (await store.read(OTHER, [])).starts == ()
+
+    await RedisStarts(engine, MODEL).remove(first.engine_id)
+    assert (await store.read(MODEL, [])).starts == (second,)
+    with pytest.raises(BackendUnfit):
+        await RedisStarts(engine, OTHER).write(first)
+
+
+async def test_unreadable_starts_are_left_out(redis_backend: OverUsers) -> None:
+    shard, engine = ShardKeys(MODEL), redis_backend.connect("engine")
+    start = EngineStart(engine_id="g", name="", phase="weights", seconds=1.0)
+    await RedisStarts(engine, MODEL).write(start)
+    await engine.client.command("SADD", shard.starts, "e", "f", "h")
+    await engine.client.command("SET", shard.start("e"), b"\xc1")
+    await engine.client.command("HSET", shard.start("f"), "another", "type")
+    await engine.client.command("SET", shard.start("h"), msgpack.packb([1, "h", "", "x" * 65, 0]))
+    reader = RedisStarts(redis_backend.connect("gateway"), MODEL)
+    assert await reader.read() == [start]
+    await engine.client.command("DEL", shard.starts)
+    await engine.client.command("HSET", shard.starts, "another", "type")
+    assert await reader.read() == ()
 
 
 async def test_engines_are_asked_for_snapshots(redis_backend: OverUsers) -> None:

@@ -10,10 +10,15 @@ from typing import Any
 
 import pytest
 import torch
-from torch.nn.attention.varlen import AuxRequest
 
 from headrace_engine import attention
-from headrace_engine.attention.flash import FlashAttnKernel, FlashBackend, TorchKernel, key_slots
+from headrace_engine.attention.flash import (
+    FlashAttnKernel,
+    FlashBackend,
+    TorchKernel,
+    VarlenInputs,
+    key_slots,
+)
 from headrace_engine.core.attention_backend import (
     AttentionBackend,
     AttentionMetadata,
@@ -80,7 +85,7 @@ def fake_flash_attn(
     return (attended, sums, None) if return_attn_probs else attended
 
 
-def fake_torch_varlen(
+def fake_torch_flash(
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
@@ -88,16 +93,19 @@ def fake_torch_varlen(
     cu_seq_k: torch.Tensor | None,
     max_q: int,
     max_k: int,
+    dropout: float,
+    causal: bool,
     *,
+    return_debug_mask: bool,
     scale: float,
-    window_size: tuple[int, int],
-    enable_gqa: bool,
-    return_aux: AuxRequest | None,
+    window_size_left: int,
+    window_size_right: int,
     seqused_k: torch.Tensor | None = None,
     block_table: torch.Tensor | None = None,
 ) -> Any:
-    """torch.nn.attention.varlen.varlen_attn's arguments and checks, computed densely."""
-    assert enable_gqa == (query.shape[1] != key.shape[-2])
+    """aten._flash_attention_forward's arguments, computed densely."""
+    assert dropout == 0.0 and not return_debug_mask and window_size_right == 0
+    assert causal == (window_size_left < 0)
     if block_table is not None:
         assert seqused_k is not None and cu_seq_k is None
         cu_seq_k = torch.nn.functional.pad(seqused_k.cumsum(0, dtype=torch.int32), (1, 0))
@@ -110,19 +118,19 @@ def fake_torch_varlen(
         if block_table is not None:
             blocks = block_table[row].long()
             keys, values = (part[blocks].flatten(0, 1)[:length] for part in (key, value))
-        window = None if window_size[0] < 0 else window_size[0] + 1
+        window = None if window_size_left < 0 else window_size_left + 1
         queries = query[int(cu_seq_q[row]) : int(cu_seq_q[row + 1])]
         rows.append(dense_with_sums(queries, keys, values, LayerParams(scale, None, window)))
-    return joined(rows) if return_aux is not None and return_aux.lse else joined(rows)[0]
+    return (*joined(rows), None, None, None)
 
 
 def make_backend(name: str) -> AttentionBackend:
     if name == "flash-attn":
         return FlashBackend(FlashAttnKernel(fake_flash_attn))
     if name == "torch":
-        return FlashBackend(TorchKernel(fake_torch_varlen, None))
+        return FlashBackend(TorchKernel(fake_torch_flash, None))
     if name == "torch-fa3":
-        return FlashBackend(TorchKernel(fake_torch_varlen, "FA3"))
+        return FlashBackend(TorchKernel(fake_torch_flash, "FA3"))
     return attention.select(name, CPU, torch.float32)
 
 
@@ -233,3 +241,21 @@ def test_auto_chooses_the_fastest_backend_of_the_cpu() -> None:
 
 def test_auto_falls_back_where_a_device_has_no_backend() -> None:
     assert attention.select("auto", torch.device("meta"), torch.float32).name == "reference"
+
+
+@pytest.mark.parametrize("window", [None, 4])
+@pytest.mark.parametrize("sinks", [None, torch.empty(8, device="meta")])
+def test_torchs_kernel_accepts_its_arguments(
+    window: int | None, sinks: torch.Tensor | None
+) -> None:
+    """On the meta device, which computes shapes alone."""
+    kernel = TorchKernel(torch.ops.aten._flash_attention_forward.default, None)
+
+    def empty(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
+        return torch.empty(shape, dtype=dtype, device="meta")
+
+    query, keys, starts = empty(5, 8, 64), empty(9, 2, 64), empty(3, dtype=torch.int32)
+    lengths = empty(2, dtype=torch.int32)
+    params = LayerParams(0.125, None, window, sinks=sinks)
+    inputs = VarlenInputs(query, keys, keys, starts, starts, lengths, None, 3, 6, params)
+    assert kernel(inputs).shape == query.shape

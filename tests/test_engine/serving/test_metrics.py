@@ -86,6 +86,7 @@ def metrics_of(
         step_age=lambda: 2.5,
         lora_stats=lambda: adapters,
         sleep_level=lambda: sleep_level,
+        start_seconds=lambda: {"imports": 1.5, "weights": 0.25},
         clock_ns=clock or Clock(),
     )
 
@@ -139,6 +140,9 @@ def test_the_engines_state_is_exported_before_its_first_step(telemetry: Telemetr
     for result, count in (("hit", 3), ("miss", 5), ("failed", 1), ("skipped", 2)):
         assert value(families, f"{shared}_blocks_total", result=result) == count
     assert value(families, "headrace_engine_step_last_age_seconds") == 2.5
+    start = "headrace_engine_start_duration_seconds"
+    assert value(families, start, phase="imports") == 1.5
+    assert value(families, start, phase="weights") == 0.25
 
 
 def test_a_request_that_another_engine_had_is_a_redelivery(telemetry: Telemetry) -> None:

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from headrace_common.protocol.base import QueueDepth
-from headrace_common.protocol.live import EngineSight, ScalingDecision
+from headrace_common.protocol.live import EngineSight, EngineStart, ScalingDecision
 from headrace_gateway.console.live_view import (
     MAX_SEQUENCES,
     EngineView,
@@ -93,10 +93,11 @@ def test_models_that_a_key_does_not_allow_are_not_shown() -> None:
     assert (found["models"], found["engines"]) == ([], [])
 
 
-def test_a_model_with_its_queue_and_the_operator_s_decision() -> None:
+def test_a_model_with_its_queue_the_operator_s_decision_and_starting_engines() -> None:
     depth = QueueDepth(waiting=1, waiting_tokens=2, pending=3, oldest_age=0.0)
     scaling = ScalingDecision(desired=2, ready=1, reason="Backlog", message="Requests wait.")
-    model = ModelView(name=MODEL, depth=depth, oldest_wait=4.0, scaling=scaling)
+    start = EngineStart(engine_id="e.1", name="", phase="weights", seconds=12.5)
+    model = ModelView(name=MODEL, depth=depth, oldest_wait=4.0, scaling=scaling, starts=(start,))
     assert shown(models=(model,))["models"] == [
         {
             "name": MODEL,
@@ -111,6 +112,7 @@ def test_a_model_with_its_queue_and_the_operator_s_decision() -> None:
                 "reason": "Backlog",
                 "message": "Requests wait.",
             },
+            "starts": [{"id": "e.1", "name": None, "phase": "weights", "seconds": 12.5}],
         }
     ]
 

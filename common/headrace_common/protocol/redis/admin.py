@@ -27,11 +27,13 @@ from ..base import EngineStatus, QueueDepth
 from ..failures import failed
 from ..frames import encode_frame
 from ..ledger import LedgerBounds
+from ..live import EngineStart
 from ..requests import fingerprint, priority_class, token_cost
 from .client.client import Command
 from .client.connection import Connection
 from .gateway import RedisGatewayQueue
 from .registry import RedisModelRegistry
+from .starts import RedisStarts
 
 TRIES = 3
 EVERYTHING = 1_000_000
@@ -47,6 +49,7 @@ class QueueStatus:
     depth: QueueDepth
     drain_rate: float
     engines: Sequence[EngineStatus]
+    starts: Sequence[EngineStart] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -115,6 +118,7 @@ class QueueAdmin:
             depth=await queue.depth(model),
             drain_rate=await queue.drain_rate(model),
             engines=tuple(await queue.engines(model)),
+            starts=tuple(await RedisStarts(self._connection, model).read()),
         )
 
     async def peek(

@@ -28,6 +28,7 @@ from ..live import (
 )
 from .client.client import Command
 from .client.connection import Connection
+from .starts import RedisStarts
 
 logger = logging.getLogger(__name__)
 
@@ -85,6 +86,7 @@ class RedisLiveStore:
         return ModelSight(
             engines=tuple(self._sight(name, left, data, now) for name, left, data in pairs),
             decision=self._read(model, decision, decode_decision),
+            starts=tuple(await RedisStarts(self._connection, model).read()),
         )
 
     def _sight(self, engine_id: str, left: object, data: object, now: float) -> EngineSight:

@@ -71,6 +71,8 @@ KEYS = (
     *(KeyRule(prefix, KeyScope.SHARD, _QUEUE) for prefix in ("w", "dl", "ul")),
     KeyRule("eng", KeyScope.SHARD, _ALL),
     KeyRule("es", KeyScope.IN_SHARD, _ALL),
+    KeyRule("en", KeyScope.SHARD, _ALL),
+    KeyRule("ep", KeyScope.IN_SHARD, _ALL),
     KeyRule("ls", KeyScope.IN_SHARD, _QUEUE),
     KeyRule("ar", KeyScope.IN_SHARD, _ALL),
     KeyRule("sd", KeyScope.NOWHERE, (GATEWAY, OPERATOR)),

@@ -133,6 +133,7 @@ class ModelCard {
   #name = h("h3");
   #figures = { waiting: h("dd"), running: h("dd"), oldest_wait: h("dd"), waiting_tokens: h("dd") };
   #scaling = h("p", { class: "scaling", hidden: true });
+  #starts = h("p", { class: "scaling", hidden: true });
   #limit = h("p", { class: "muted small-text" });
 
   constructor() {
@@ -149,6 +150,7 @@ class ModelCard {
         this.#name,
         h("dl", { class: "figures-grid" }, ...figures.map(([term, figure]) => h("div", {}, h("dt", { text: term }), figure))),
         this.#scaling,
+        this.#starts,
       ),
       h("div", {}, this.#chart, this.#limit),
     );
@@ -162,7 +164,9 @@ class ModelCard {
     setText(this.#figures.waiting_tokens, count(model.waiting_tokens));
     setText(this.#limit, `last minute: running (line), waiting (dashes); at most ${count(model.limit_requests)} wait`);
     this.#draw(model);
-    const { scaling } = model;
+    const { scaling, starts } = model;
+    this.#starts.hidden = !starts.length;
+    setText(this.#starts, `Starting: ${starts.map((start) => `${engineName(start)} (${start.phase}, ${seconds(start.seconds)})`).join(", ")}.`);
     this.#scaling.hidden = !scaling;
     if (scaling) setText(this.#scaling, `${plural(scaling.desired, "replica")} wanted, ${count(scaling.ready)} ready: ${scaling.reason}. ${scaling.message}`);
   }

@@ -14,6 +14,7 @@ from types import FrameType
 
 import headrace_engine.__main__ as program
 from headrace_engine.core.config import EngineConfig
+from headrace_engine.core.start_phases import OnPhase, ignore_phase
 from headrace_engine.core.step_plan import SchedulerOutput, StepResult
 from headrace_engine.model_runner.model_runner import ModelRunner
 
@@ -34,8 +35,8 @@ class FaultyRunner(ModelRunner):
     Must be made in the main thread, which alone may set signal handlers.
     """
 
-    def __init__(self, fate: Fate, config: EngineConfig) -> None:
-        super().__init__(config)
+    def __init__(self, fate: Fate, config: EngineConfig, on_phase: OnPhase = ignore_phase) -> None:
+        super().__init__(config, on_phase=on_phase)
         self._fate = fate
         self._hangs = False
         self._left: int | None = None
