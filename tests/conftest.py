@@ -44,8 +44,7 @@ def pytest_collection() -> Generator[None, object, object]:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    if "PYTEST_XDIST_WORKER" in os.environ:
-        items.sort(key=lambda item: distribution.place(item.path))
+    items.sort(key=lambda item: distribution.place(item.path))
 
 
 @pytest.hookimpl(optionalhook=True)

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from headrace_testing.distribution import TESTS, TOGETHER, Shared
+from headrace_testing.distribution import TESTS, TOGETHER, Shared, place
 
 FILE = """
 import os
@@ -56,9 +56,15 @@ def test_listed_files_exist() -> None:
     assert [file.name for file in listed if not file.exists()] == []
 
 
+def test_listed_files_come_first_in_their_order() -> None:
+    listed = [TESTS / file for files in TOGETHER.values() for file in files]
+    other = TESTS / "test_e2e/test_clocks.py"
+    assert sorted([other, *reversed(listed)], key=place) == [*listed, other]
+
+
 def test_a_file_that_is_not_listed_gets_nothing_that_is_shared() -> None:
-    with pytest.raises(AssertionError, match=r"test_idle\.py uses what served shares"):
-        Shared().get("served", TESTS / "test_e2e/test_idle.py", opened)
+    with pytest.raises(AssertionError, match=r"test_clocks\.py uses what served shares"):
+        Shared().get("served", TESTS / "test_e2e/test_clocks.py", opened)
 
 
 def test_what_is_shared_is_made_once_until_it_is_closed() -> None:

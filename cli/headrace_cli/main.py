@@ -25,7 +25,7 @@ from .commands import sealing as sealing_commands
 from .commands import top as top_commands
 from .commands import usage as usage_commands
 from .commands.running_options import DATA_DIR, ApiKey, ApiUrl, DataFolder, ModelName
-from .commands.up_command import UpCommand, passed_on, process_words
+from .commands.up_command import HELP, UpCommand, passed_on, process_words
 from .errors import CliError, UsageError
 from .extras import need
 from .running import api_url
@@ -183,9 +183,7 @@ app.command(
 )
 def gateway(context: typer.Context) -> None:
     """Run one gateway; `headrace gateway --help` lists its settings."""
-    _become(
-        "headrace_gateway", process_words("gateway", context.args), "gateway", "fastapi", "uvicorn"
-    )
+    _become_process("gateway", context.args, "fastapi", "uvicorn")
 
 
 @app.command(
@@ -194,9 +192,7 @@ def gateway(context: typer.Context) -> None:
 )
 def engine(context: typer.Context) -> None:
     """Run one engine; `headrace engine --help` lists its settings."""
-    _become(
-        "headrace_engine", process_words("engine", context.args), "engine", "torch", "transformers"
-    )
+    _become_process("engine", context.args, "torch", "transformers")
 
 
 @app.command(
@@ -205,6 +201,16 @@ def engine(context: typer.Context) -> None:
 def simulate(context: typer.Context) -> None:
     """Try autoscaling on a trace in virtual time; `headrace simulate --help` lists its options."""
     _become("headrace_operator.simulation", context.args, "simulate", "numpy")
+
+
+def _become_process(process: str, args: list[str], *packages: str) -> NoReturn:
+    """Becomes an engine or a gateway; prints its help here, since its imports take seconds."""
+    words = process_words(process, args)
+    if words == [HELP]:
+        from .flags.process_settings import Process, ProcessSettings
+
+        ProcessSettings(Process(process)).print_help()
+    _become(f"headrace_{process}", words, process, *packages)
 
 
 def _become(module: str, args: list[str], extra: str, *packages: str) -> NoReturn:

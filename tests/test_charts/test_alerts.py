@@ -5,21 +5,18 @@ import shlex
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 import redis
-import yaml
 
 from headrace_common.observability.metric_names import ALL_METRICS, MetricKind
 from headrace_common.wire.keys import GROUP, PRIORITIES, ShardKeys
 from headrace_dashboards import promql
-from headrace_testing.charts import of_kind, render
+from headrace_testing.charts import RULES, of_kind, render, rules
 from headrace_testing.prometheus import PROMTOOL, require_program
 from headrace_testing.valkey import ValkeyServer
 
 ROOT = Path(__file__).resolve().parents[2]
-RULES = ROOT / "charts" / "headrace" / "rules" / "alerts.yaml"
 UNIT_TESTS = sorted((Path(__file__).parent / "alerts").glob("*.yaml"))
 PAGE = ROOT / "docs" / "operations.md"
 RUNBOOK = "docs/operations.md#"
@@ -27,12 +24,6 @@ OTHERS = {
     *("redis_up", promql.REDIS_MEMORY_USED, promql.REDIS_MEMORY_MAX, "target_info"),
     *("kube_statefulset_replicas", "kube_statefulset_status_replicas_ready"),
 }
-
-
-def rules() -> list[dict[str, Any]]:
-    return [
-        rule for group in yaml.safe_load(RULES.read_text())["groups"] for rule in group["rules"]
-    ]
 
 
 ALERTS = {str(rule["alert"]): rule for rule in rules() if "alert" in rule}

@@ -9,13 +9,11 @@ import asyncio
 import re
 import signal
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
 import redis
-import yaml
 
 from dashboards import dashboards
 from headrace_common.observability import metric_names as names
@@ -28,6 +26,7 @@ from headrace_operator.scaling.history import History
 from headrace_operator.scaling.reason import Reason, Signal
 from headrace_operator.scaling.signals import Estimate
 from headrace_testing.api_keys import KeyBook
+from headrace_testing.charts import RULES, rules
 from headrace_testing.checkpoints import save_checkpoint
 from headrace_testing.forked import Forge
 from headrace_testing.kubernetes import READY_POD, pod
@@ -42,7 +41,6 @@ from headrace_testing.prometheus import (
 )
 from headrace_testing.stack import MODEL, EngineProcess, GatewayProcess, Stack
 
-RULES = Path(__file__).resolve().parents[2] / "charts" / "headrace" / "rules" / "alerts.yaml"
 ABSENT = {
     names.ENGINE_SPEC_TOKENS: "the engine does not speculate",
     names.ENGINE_KV_SHARED: "the engine shares no KV",
@@ -52,12 +50,7 @@ ABSENT = {
 }
 PANELS = [(each, panel) for each in dashboards() for panel in each.panels]
 VARIABLES = [variable for each in dashboards() for variable in each.variables]
-GROUPS: list[dict[str, Any]] = yaml.safe_load(RULES.read_text())["groups"]
-EXPRESSIONS = {
-    rule.get("alert", rule.get("record")): str(rule["expr"])
-    for group in GROUPS
-    for rule in group["rules"]
-}
+EXPRESSIONS = {rule.get("alert", rule.get("record")): str(rule["expr"]) for rule in rules()}
 # A metric of Headrace or Redis with its label matchers; no functions, labels or keywords.
 SELECTOR = re.compile(
     r"\b((?:headrace[_:]|gen_ai_|redis_|target_)[\w:]+)(?=[\s\[{)]|$)(\{[^}]*\})?"
@@ -240,14 +233,14 @@ def test_rules_use_only_existing_series(prometheus: PrometheusServer, name: str)
 
 
 def test_prometheus_evaluates_every_rule(prometheus: PrometheusServer) -> None:
-    def rules() -> list[dict[str, Any]]:
+    def loaded() -> list[dict[str, Any]]:
         groups = prometheus.api("rules")["groups"]
         return [rule for group in groups for rule in group["rules"]]
 
-    until(lambda: all(rule["health"] != "unknown" for rule in rules()), "all rules evaluated")
+    until(lambda: all(rule["health"] != "unknown" for rule in loaded()), "all rules evaluated")
 
-    assert {rule["name"] for rule in rules()} == set(EXPRESSIONS)
-    assert [rule for rule in rules() if rule["health"] != "ok"] == []
+    assert {rule["name"] for rule in loaded()} == set(EXPRESSIONS)
+    assert [rule for rule in loaded() if rule["health"] != "ok"] == []
 
 
 def test_no_alert_fires(prometheus: PrometheusServer) -> None:

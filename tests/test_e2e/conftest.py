@@ -155,6 +155,29 @@ def _served(folder: Path) -> Iterator[UpProcess]:
         yield up
 
 
+@pytest.fixture(scope="module")
+def paced_up(
+    shared: Shared, request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> UpProcess:
+    """`headrace up` with two engines of small slow steps: a person or a browser can follow a short
+    prompt and a short stream. More and faster tokens would only be more work for all processes."""
+    return shared.get("paced", request.path, lambda: _paced(tmp_path_factory.mktemp("paced")))
+
+
+@contextmanager
+def _paced(folder: Path) -> Iterator[UpProcess]:
+    from headrace_testing import paced
+
+    flags = (
+        *("--engines", "2", "--", "--lease", "1", "--beat-interval", "0.25", "--deterministic"),
+        *("--max-num-batched-tokens", "32", "--max-num-seqs", "16", "--kv-cache-memory", "96MiB"),
+        *paced.flags(milliseconds=40),
+    )
+    with UpProcess(folder, *flags, env=paced.ENVIRONMENT) as up:
+        up.until_served()
+        yield up
+
+
 @contextmanager
 def _port_of_the_readme() -> Iterator[int | None]:
     """Reserves the port: other workers would look for it before the first one listens."""

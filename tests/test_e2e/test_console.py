@@ -11,25 +11,11 @@ from typing import Any
 import httpx
 import pytest
 
-from headrace_testing import paced
 from headrace_testing.headrace_up import MODEL, UpProcess
 from headrace_testing.processes import until
 
 STREAMS, PROMPT, OUTPUT = 16, 200, 150
-# Small slow steps, so that a prompt takes many of them, and the same bits in every batch.
-FLAGS = (
-    *("--max-num-batched-tokens", "32", "--max-num-seqs", "16", "--deterministic"),
-    *paced.flags(milliseconds=40),
-)
 ORDER = ("waiting", "prefill", "decode")
-
-
-@pytest.fixture(scope="module")
-def up(tmp_path_factory: pytest.TempPathFactory) -> Iterator[UpProcess]:
-    flags = ("--engines", "2", "--", *FLAGS)
-    with UpProcess(tmp_path_factory.mktemp("console"), *flags, env=paced.ENVIRONMENT) as up:
-        up.until_served()
-        yield up
 
 
 class Console:
@@ -59,6 +45,11 @@ class Console:
         self._ended = True
         self._thread.join()
         self._client.close()
+
+
+@pytest.fixture(scope="module")
+def up(paced_up: UpProcess) -> UpProcess:
+    return paced_up
 
 
 @pytest.fixture

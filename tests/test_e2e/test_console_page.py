@@ -12,12 +12,10 @@ import pytest
 from axe_playwright_python.sync_playwright import Axe
 from playwright.sync_api import Browser, Page, Request, Route, expect
 
-from headrace_testing import paced
 from headrace_testing.api_keys import KeyBook
 from headrace_testing.browser import TIMEOUT_MS, WatchedPage, chromium
 from headrace_testing.console import (
     STORY,
-    UP_FLAGS,
     Console,
     idle,
     requests,
@@ -25,14 +23,13 @@ from headrace_testing.console import (
     undisturbed,
     until_calm,
 )
-from headrace_testing.headrace_up import UpProcess
+from headrace_testing.headrace_up import MODEL, UpProcess
 from headrace_testing.processes import until
+from headrace_testing.stack import GatewayProcess
 
 VIEWS = ("chat", "live", "requests")
-LONG = 300
-# Slow enough that a busy browser sees answers before they end. More and faster tokens would only be
-# more work for engines, gateways and browser.
-SLOW = paced.flags(milliseconds=24)
+# Of tokens: a busy browser sees an answer of this length before it ends.
+LONG = 180
 
 
 @pytest.fixture(scope="module")
@@ -42,11 +39,8 @@ def browser() -> Iterator[Browser]:
 
 
 @pytest.fixture(scope="module")
-def up(browser: Browser, tmp_path_factory: pytest.TempPathFactory) -> Iterator[UpProcess]:
-    flags = (*UP_FLAGS, *SLOW)
-    with UpProcess(tmp_path_factory.mktemp("up"), *flags, env=paced.ENVIRONMENT) as up:
-        up.until_served()
-        yield up
+def up(browser: Browser, paced_up: UpProcess) -> UpProcess:
+    return paced_up
 
 
 @pytest.fixture
@@ -72,13 +66,13 @@ def console(watched: WatchedPage, up: UpProcess) -> Iterator[Console]:
 
 def test_a_chat_streams_the_answer_of_the_api(console: Console, up: UpProcess) -> None:
     console.open()
-    body = console.long_story(150)
+    body = console.long_story(90)
     console.send(STORY)
     console.until_streaming()
     console.until_answered()
     assert console.text == undisturbed(up.url, body) != ""
     assert re.match(
-        r"first token after [\d.]+ m?s · [\d.,]+ tokens/s · 150 tokens · prompt 13",
+        r"first token after [\d.]+ m?s · [\d.,]+ tokens/s · 90 tokens · prompt 13",
         console.figures,
     )
 
@@ -425,28 +419,25 @@ def test_reduced_motion_is_respected(console: Console) -> None:
     assert console.page.evaluate("window.frames_asked") == 0
 
 
-@pytest.fixture(scope="module")
-def keys(tmp_path_factory: pytest.TempPathFactory) -> KeyBook:
-    return KeyBook(tmp_path_factory.mktemp("keys") / "keys.yaml")
-
-
 def test_the_api_key_is_requested_and_stored_in_the_tab_only(
-    browser: Browser, keys: KeyBook, tmp_path: Path
+    browser: Browser, up: UpProcess, tmp_path: Path
 ) -> None:
+    """Another gateway of the same queue has keys."""
+    keys = KeyBook(tmp_path / "keys.yaml")
     secret = keys.add("alice", tenant="team-a")
-    environment = {"HEADRACE_GATEWAY_API_KEYS_FILE": str(keys.path)}
+    flags = ("--model", MODEL, "--api-keys-file", str(keys.path))
     watched = WatchedPage(browser)
-    with UpProcess(tmp_path, env=environment) as up:
-        up.until_served()
+    with GatewayProcess(None, up.redis_url, tmp_path / "gateway.log", *flags) as gateway:
+        until(lambda: gateway.ready, "the gateway to be ready")
         page = watched.page
-        page.goto(up.url)
+        page.goto(gateway.url)
         field = page.get_by_role("textbox", name="API key")
         field.fill("wrong")
         field.press("Enter")
         expect(page.locator("#key-error")).to_contain_text("refused this key")
         field.fill(secret)
         field.press("Enter")
-        console = Console(page, up.url)
+        console = Console(page, gateway.url)
         expect(page.locator("#p-model")).not_to_be_empty()
         assert console.ask("Hello!")
         stored = page.evaluate("[JSON.stringify(localStorage), document.cookie]")

@@ -1,7 +1,6 @@
 """Idle processes cost nothing: they wait on sockets and only wake up for their beats."""
 
 import time
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -14,14 +13,6 @@ from headrace_testing.headrace_up import MODEL, UpProcess
 IDLE_S = 4.0
 MAX_CPU_SHARE = 0.02
 MAX_SWITCHES_PER_S = 50
-
-
-@pytest.fixture
-def up(tmp_path: Path) -> Iterator[UpProcess]:
-    """Has served no other test, whose requests might have started pools of processes."""
-    with UpProcess(tmp_path) as up:
-        up.until_served()
-        yield up
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,11 +33,12 @@ def spent(process: psutil.Process) -> Spent:
 
 
 @pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="no /proc")
-def test_up_is_idle_without_requests(up: UpProcess) -> None:
+def test_up_is_idle_without_requests(served: UpProcess) -> None:
+    """No other test has used these processes: its requests might have started pools."""
     body = {"model": MODEL, "messages": [{"role": "user", "content": "Hello!"}]}
-    httpx.post(f"{up.url}/v1/chat/completions", json=body).raise_for_status()
-    processes = [psutil.Process(up.pid), *up.children()]
-    assert len(processes) == 4
+    httpx.post(f"{served.url}/v1/chat/completions", json=body).raise_for_status()
+    processes = [psutil.Process(served.pid), *served.children()]
+    assert len(processes) == 4, "an earlier test has used them"
     before = [spent(process) for process in processes]
     time.sleep(IDLE_S)  # the measured period, not a wait for something
     for process, then in zip(processes, before, strict=True):

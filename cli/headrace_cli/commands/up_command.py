@@ -18,14 +18,14 @@ if TYPE_CHECKING:
     from ..flags.given_flags import GivenFlags
 
 _FLAGS = "headrace.flags"
-_HELP = "--help"
+HELP = "--help"
 
 
 class UpCommand(TyperCommand):
     """A command that keeps flags that are not its own for `passed_on`."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        if ctx.resilient_parsing or _HELP in args:
+        if ctx.resilient_parsing or HELP in args:
             return super().parse_args(ctx, args)
         own = {
             name.lstrip("-").replace("-", "_"): Arity.ONE
@@ -53,8 +53,8 @@ def process_words(process: str, words: Sequence[str]) -> list[str]:
     from ..flags.assignment import owner
     from ..flags.process_settings import Process, ProcessSettings
 
-    if _HELP in words or "-h" in words:
-        return [_HELP]
+    if HELP in words or "-h" in words:
+        return [HELP]
     given = _read(words)
     if given.words:
         raise UsageError(f"unexpected argument {given.words[0]!r}", "a model is given with --model")

@@ -11,7 +11,7 @@ from enum import StrEnum
 from functools import cached_property
 from pathlib import Path
 from pkgutil import resolve_name
-from typing import Any, get_args, get_origin
+from typing import Any, NoReturn, get_args, get_origin
 
 from pydantic_settings import BaseSettings
 
@@ -70,6 +70,12 @@ class ProcessSettings:
     def words(self, flags: Iterable[Flag]) -> list[str]:
         """The command line that gives these flags to the process."""
         return [flag.word(self.arities[flag.name] is Arity.SWITCH) for flag in flags]
+
+    def print_help(self) -> NoReturn:
+        """Prints the flags and ends the process."""
+        kind: Any = self.kind  # as in `read`
+        parse_settings(kind, self.program, ["--help"])
+        raise AssertionError("the parser has ended the process")
 
     def read(self, flags: Sequence[Flag]) -> Any:
         """The settings that these flags and the environment give.

@@ -17,6 +17,7 @@ from helm_python import Chart
 
 ROOT = Path(__file__).resolve().parents[3]
 CHART = ROOT / "charts" / "headrace"
+RULES = CHART / "rules" / "alerts.yaml"
 SNAPSHOT = ROOT / "tests" / "test_charts" / "snapshot.yaml"
 SCENARIOS = tuple(sorted(path.stem for path in (CHART / "ci").glob("*-values.yaml")))
 RELEASE, NAMESPACE = "headrace", "llm"
@@ -96,9 +97,20 @@ def _objects(values: str) -> tuple[Manifest, ...]:
         document
         for path, text in _rendered(values)
         if not path.endswith("NOTES.txt")
-        for document in yaml.safe_load_all(text)
-        if document is not None
+        for document in _documents(text)
     )
+
+
+@cache
+def _documents(text: str) -> tuple[Manifest, ...]:
+    """The objects of a rendered template, which is often the same for other values."""
+    return tuple(found for found in yaml.load_all(text, yaml.CSafeLoader) if found is not None)
+
+
+def rules() -> list[Manifest]:
+    """The chart's alerting and recording rules."""
+    (found,) = _documents(RULES.read_text())
+    return [rule for group in found["groups"] for rule in group["rules"]]
 
 
 def of_kind(objects: list[Manifest], kind: str) -> list[Manifest]:
@@ -149,13 +161,17 @@ def snapshot() -> str:
     for path, text in render_files().items():
         if not text.strip() or path.startswith(NOT_IN_SNAPSHOT):
             continue
-        documents = [doc for doc in yaml.safe_load_all(text) if doc is not None]
-        for document in documents:
-            if document["kind"] == "Secret":
-                document["data"] = dict.fromkeys(document["data"], "generated")
+        documents = map(_without_values, _documents(text))
         body = yaml.safe_dump_all(documents, sort_keys=False, width=100, allow_unicode=True)
         parts.append(f"---\n# {path}\n{body}")
     return "".join(parts)
+
+
+def _without_values(document: Manifest) -> Manifest:
+    """The object; a Secret's values differ between renders and are masked."""
+    if document["kind"] != "Secret":
+        return document
+    return {**document, "data": dict.fromkeys(document["data"], "generated")}
 
 
 def main() -> None:

@@ -1,4 +1,4 @@
-"""Which test files go to one worker of pytest-xdist, and what the tests of a folder share there."""
+"""Test files that go to one worker of pytest-xdist, and what the tests of a folder share there."""
 
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, ExitStack
@@ -15,8 +15,8 @@ def _e2e(*names: str) -> tuple[str, ...]:
     return tuple(f"test_e2e/test_{name}.py" for name in names)
 
 
-# Files whose tests share processes that take seconds to start. Workers get these first, as they
-# take longest and mostly wait.
+# Files whose tests share processes that take seconds to start, in the order in which they run.
+# Workers get these first, as they take longest and mostly wait.
 TOGETHER: Mapping[str, tuple[str, ...]] = {
     "forked": (
         "test_chaos/test_faults.py",
@@ -33,21 +33,29 @@ TOGETHER: Mapping[str, tuple[str, ...]] = {
         *_e2e("sealing", "sharing", "speculation", "streams", "structured_outputs"),
         *_e2e("termination", "tools"),
     ),
-    "served": _e2e("debug", "demo_model", "examples", "readme", "terminal", "up"),
+    # `idle` measures processes that no other test has used.
+    "served": _e2e("idle", "debug", "demo_model", "examples", "readme", "terminal", "up"),
     "single": _e2e("bad_input", "cancel", "hostile_clients", "probes", "tracing"),
+    # `console` counts the requests since the start.
+    "paced": _e2e("console", "console_page"),
 }
 UNITS = {file: unit for unit, files in TOGETHER.items() for file in files}
 
 
 def unit_of(path: Path) -> str | None:
     """The unit of a test file; None if it shares nothing."""
-    return UNITS.get(path.relative_to(TESTS).as_posix()) if path.is_relative_to(TESTS) else None
+    return UNITS.get(_file(path))
 
 
 def place(path: Path) -> int:
-    """Sorts test files: those that share processes first, and beside each other."""
-    unit = unit_of(path)
-    return len(TOGETHER) if unit is None else list(TOGETHER).index(unit)
+    """Sorts test files: those that share processes first, in the order of `UNITS`."""
+    file = _file(path)
+    return list(UNITS).index(file) if file in UNITS else len(UNITS)
+
+
+def _file(path: Path) -> str:
+    """The path of a test file as UNITS names it; empty if it is elsewhere."""
+    return path.relative_to(TESTS).as_posix() if path.is_relative_to(TESTS) else ""
 
 
 def check_unit(user: Path, unit: str) -> None:

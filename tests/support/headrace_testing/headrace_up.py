@@ -12,6 +12,8 @@ from typing import Self
 
 import psutil
 
+from headrace_cli.running import find_running
+
 from .pids import alive
 from .processes import START_TIMEOUT_S, until
 from .valkey import free_port
@@ -86,6 +88,13 @@ class UpProcess:
 
         until(lambda: bool(ports()), f"{name} to open its metrics port, see {log}")
         return int(ports()[-1])
+
+    @property
+    def redis_url(self) -> str:
+        """The queue's URL, once the API is served."""
+        running = find_running(self.data)
+        assert running is not None, self.printed
+        return running.redis
 
     def children(self) -> list[psutil.Process]:
         return psutil.Process(self.pid).children(recursive=True)

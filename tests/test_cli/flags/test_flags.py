@@ -1,10 +1,12 @@
 """Flags of `headrace up`: they are parsed, passed to the processes that have them, and checked
 before a start."""
 
+import os
 from pathlib import Path
 
 import pytest
 import typer
+from typer.testing import CliRunner
 
 from headrace_cli.commands.up_command import UpCommand, passed_on
 from headrace_cli.errors import UsageError
@@ -124,6 +126,16 @@ def test_a_wrong_variable_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HEADRACE_ENGINE_BLOCK_SIZE", "0")
     with pytest.raises(UsageError, match=r"--block-size \(HEADRACE_ENGINE_BLOCK_SIZE\): "):
         arguments()
+
+
+@pytest.mark.parametrize(("process", "flag"), [("engine", "--dtype"), ("gateway", "--console")])
+def test_the_help_of_a_process_is_printed_without_starting_it(
+    process: str, flag: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delattr(os, "execv")
+    done = CliRunner().invoke(app, [process, "--max-model-len", "3", "--help"])
+    assert done.exit_code == 0
+    assert f"usage: headrace {process} " in done.stdout and f"\n  {flag}" in done.stdout
 
 
 def test_ups_own_flags_may_be_anywhere() -> None:

@@ -3,6 +3,7 @@ that are read."""
 
 import re
 from collections.abc import Iterable
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -156,9 +157,16 @@ def _fields(model: type[BaseModel]) -> set[str]:
     return {str(field.alias) for field in model.model_fields.values()}
 
 
+@cache
+def written_schema() -> dict[str, Any]:
+    """The schema in the chart's file."""
+    definition = yaml.load(CRD.read_text(), yaml.CSafeLoader)
+    found: dict[str, Any] = definition["spec"]["versions"][0]["schema"]["openAPIV3Schema"]
+    return found
+
+
 def test_the_schema_has_exactly_the_fields_that_are_read() -> None:
-    definition = yaml.safe_load(CRD.read_text())
-    root = definition["spec"]["versions"][0]["schema"]["openAPIV3Schema"]
+    root = written_schema()
     seen = 0
 
     def compare(node: dict[str, Any], model: type[BaseModel], path: str) -> None:
@@ -176,7 +184,7 @@ def test_the_schema_has_exactly_the_fields_that_are_read() -> None:
 
 def test_every_field_has_a_description() -> None:
     """`kubectl explain` shows these descriptions."""
-    root = yaml.safe_load(CRD.read_text())["spec"]["versions"][0]["schema"]["openAPIV3Schema"]
+    root = written_schema()
     silent: list[str] = []
 
     def look(node: dict[str, Any], path: str) -> None:
