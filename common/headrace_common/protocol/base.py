@@ -381,6 +381,12 @@ class EngineQueue(Protocol):
         become dead letters and are answered.
         """
 
+    async def image(self, request: GenerateRequest, digest: bytes) -> bytes | None:
+        """The encoded bytes of one of a request's images; None if the queue has lost them.
+
+        Raises SealingError.
+        """
+
     async def reap(self, count: int, *, suspects: bool = True) -> Sequence[Lease]:
         """Takes at most `count` requests whose owners stopped beating, with `recovered` set.
 
