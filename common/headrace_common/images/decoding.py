@@ -6,21 +6,22 @@ before memory is taken for pixels.
 
 import io
 import warnings
-from dataclasses import dataclass
 
-from PIL import Image, ImageOps, UnidentifiedImageError
+from PIL import (
+    GifImagePlugin,
+    Image,
+    ImageOps,
+    JpegImagePlugin,
+    PngImagePlugin,
+    UnidentifiedImageError,
+    WebPImagePlugin,
+)
 
 from .layout import ImageError
 
+# The readers that are used. Pillow would import all others for a format that it does not know yet.
+READERS = (GifImagePlugin, JpegImagePlugin, PngImagePlugin, WebPImagePlugin)
 FORMATS = ("PNG", "JPEG", "WEBP", "GIF")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ImageSize:
-    """The size of an upright image in pixels."""
-
-    width: int
-    height: int
 
 
 def open_image(data: bytes, max_pixels: int) -> Image.Image:
@@ -28,12 +29,6 @@ def open_image(data: bytes, max_pixels: int) -> Image.Image:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # damaged metadata, and a size that is checked here
         return _upright(_opened(data, max_pixels))
-
-
-def check_image(data: bytes, max_pixels: int) -> ImageSize:
-    """Decodes the whole image and returns its size. Raises ImageError."""
-    image = open_image(data, max_pixels)
-    return ImageSize(width=image.width, height=image.height)
 
 
 def _opened(data: bytes, max_pixels: int) -> Image.Image:

@@ -3,10 +3,24 @@
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from ..text.checkpoint import PREPROCESSOR_FILE, PROCESSOR_FILE, CheckpointFiles
+from ..text.errors import TokenizerError
+from ..text.tokenizer import Tokenizer
 from .layout import ImageFormat
 from .qwen_vl import QwenVLImages
 
 _QWEN_VL = frozenset({"qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe"})
+
+
+def read_image_format(files: CheckpointFiles, tokenizer: Tokenizer) -> ImageFormat | None:
+    """How a checkpoint reads images; see `image_format`. Raises TokenizerError."""
+    processor = processor_config(files.json(PROCESSOR_FILE), files.json(PREPROCESSOR_FILE))
+    try:
+        return image_format(files.json("config.json"), processor, tokenizer.token_to_id)
+    except (TypeError, ValueError, AttributeError) as error:
+        raise TokenizerError(
+            f"{files.origin}: its image processor's configuration is invalid: {error}"
+        ) from error
 
 
 def image_format(

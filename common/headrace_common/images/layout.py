@@ -31,7 +31,8 @@ class ImageFormat(Protocol):
     The chat template writes the token `placeholder` once for each image.
     """
 
-    placeholder: int
+    @property
+    def placeholder(self) -> int: ...
 
     def layout(self, width: int, height: int) -> ImageLayout:
         """The tokens of an image of this size in pixels. Raises ImageError."""

@@ -24,15 +24,13 @@ class QwenVLImages:
     def from_config(cls, placeholder: int, processor: Mapping[str, Any]) -> "QwenVLImages":
         """Reads an image processor's configuration."""
         size = processor.get("size") or {}
-        smallest = processor.get("min_pixels") or size.get("shortest_edge")
-        largest = processor.get("max_pixels") or size.get("longest_edge")
-        return cls(
-            placeholder=placeholder,
-            patch_size=int(processor.get("patch_size", cls.patch_size)),
-            merge_size=int(processor.get("merge_size", cls.merge_size)),
-            min_pixels=int(smallest or cls.min_pixels),
-            max_pixels=int(largest or cls.max_pixels),
-        )
+        given = {
+            "patch_size": processor.get("patch_size"),
+            "merge_size": processor.get("merge_size"),
+            "min_pixels": processor.get("min_pixels") or size.get("shortest_edge"),
+            "max_pixels": processor.get("max_pixels") or size.get("longest_edge"),
+        }
+        return cls(placeholder=placeholder, **{k: int(v) for k, v in given.items() if v})
 
     def layout(self, width: int, height: int) -> ImageLayout:
         resized_width, resized_height = self.resized(width, height)

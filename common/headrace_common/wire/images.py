@@ -3,7 +3,7 @@
 import hashlib
 import hmac
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from ..errors import MessageError
@@ -15,6 +15,14 @@ MAX_IMAGES = 1024
 MAX_GRID = 2**16
 
 
+@dataclass(frozen=True, slots=True, weakref_slot=True, eq=False)
+class ImageData:
+    """An encoded image within one process. Equal images share one object, so it is not copied."""
+
+    encoded: bytes
+    content: bytes  # its content_hash
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ImageSpan:
     """An image in a prompt: `length` tokens from the position `start` stand for it.
@@ -22,13 +30,15 @@ class ImageSpan:
     Those of them that are the model's placeholder token are replaced by the image's embeddings;
     others, such as the ends of rows, are tokens as usual. `digest` names the encoded image, see
     `image_digest`: caches use it as their key. `grid` is the number of frames, and of patches in
-    height and width, before patches are merged.
+    height and width, before patches are merged. `data` is the image itself in the gateway that read
+    it; it is no part of the message.
     """
 
     digest: bytes
     start: int
     length: int
     grid: tuple[int, int, int]
+    data: ImageData | None = field(default=None, compare=False, repr=False)
 
     @property
     def end(self) -> int:
@@ -41,8 +51,17 @@ def image_digest(data: bytes, salt: bytes) -> bytes:
 
     Salts separate tenants: equal images of two tenants have different digests.
     """
-    key = hashlib.sha256(b"image:" + salt).digest()
-    return hmac.digest(key, data, "sha256")
+    return salted_digest(content_hash(data), salt)
+
+
+def content_hash(data: bytes) -> bytes:
+    """The hash of an encoded image, which is the same for all tenants."""
+    return hashlib.sha256(data).digest()
+
+
+def salted_digest(content: bytes, salt: bytes) -> bytes:
+    """The digest of an image with this content hash; see `image_digest`."""
+    return hmac.digest(hashlib.sha256(b"image:" + salt).digest(), content, "sha256")
 
 
 def pack_images(images: Sequence[ImageSpan]) -> list[list[Any]]:
@@ -51,7 +70,7 @@ def pack_images(images: Sequence[ImageSpan]) -> list[list[Any]]:
 
 
 def unpack_images(raw: object, prompt_tokens: int) -> tuple[ImageSpan, ...]:
-    """Inverse of `pack_images`, for a prompt of so many tokens. Raises MessageError."""
+    """Inverse of `pack_images`, for a prompt of `prompt_tokens` tokens. Raises MessageError."""
     if not isinstance(raw, list) or len(raw) > MAX_IMAGES:
         raise MessageError(f"images: must be a list of at most {MAX_IMAGES}")
     images = tuple(map(_image, raw))
