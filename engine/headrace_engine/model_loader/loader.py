@@ -33,6 +33,7 @@ from ..models.registry import LoadedModel, LoadOptions, load_model
 from ..models.weights.weights import stored_dtype
 from ..operators.base import Ops, TorchOps
 from ..operators.cpu import make_ops
+from .towers import pick_tower
 
 logger = logging.getLogger(__name__)
 
@@ -91,6 +92,7 @@ def place_model(config: EngineConfig, shard: Shard | None = None) -> PlacedModel
     )
     with torch.inference_mode():
         loaded = load_model(config, checkpoint, options)
+        tower = pick_tower(config, checkpoint, loaded.model, dtype, device)
 
     def block_bytes(shape: KVShape) -> int:
         return backend.block_bytes(shape.spec(config.block_size, dtype, device, stored))
@@ -108,6 +110,7 @@ def place_model(config: EngineConfig, shard: Shard | None = None) -> PlacedModel
         cache_dtype=stored,
         lora_shapes=_lora_shapes(config, loaded.model, name),
         draft_head=loaded.draft_head,
+        tower=tower,
     )
     if _is_tuned(config, placed):
         from ..autotune.start import tune  # needs Triton

@@ -19,6 +19,7 @@ from zlib import crc32
 import numpy as np
 import numpy.typing as npt
 
+from headrace_engine.core.images import ImageLimits
 from headrace_engine.core.kv_cache_groups import KVGroups
 from headrace_engine.core.outputs import SampledToken, TokenLogprobs
 from headrace_engine.core.pooler_config import PoolerConfig
@@ -79,6 +80,7 @@ class FakeRunner:
         self.draft_model: Drafter | None = None
         self.draft_head: DraftingHead | None = None
         self.adapters = frozenset(ADAPTERS)
+        self.image_limits: ImageLimits | None = None
         self.steps: list[SchedulerOutput] = []
         self.shared_kv_cache: SharedKVCache | None = None
         self.host_kv_cache = FakeHostKVCache(num_host_blocks) if num_host_blocks else None
