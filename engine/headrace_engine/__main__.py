@@ -168,6 +168,7 @@ async def serve(
             grammars,
             RedisSnapshotWriter(connection, engine_id, settings.name),
             _adapters(settings, runner, connection),
+            None if runner is None else runner.image_reader,
         )
         if runner is not None and runner.peers is not None:
             runner.peers.watch(worker.fail)

@@ -1,19 +1,12 @@
 """Which images a step encodes, and which encoded ones are dropped: least recently used first,
 within a budget of a step and the room for encoded images. No image waits indefinitely."""
 
-import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from headrace_common.wire.images import ImageSpan
 from headrace_engine.core.images import PromptImage
 from headrace_engine.scheduler.encoder_cache import EncoderCache
-
-
-def image(name: str, start: int, length: int) -> PromptImage:
-    digest = name.encode().ljust(32)
-    span = ImageSpan(digest=digest, start=start, length=length, grid=(1, 2, 2 * length))
-    return PromptImage(span, np.empty((0, 0), dtype=np.float32), position=start, shift=0)
+from headrace_testing.engine import prompt_image
 
 
 def step(cache: EncoderCache, *runs: tuple[list[PromptImage], int, int]) -> tuple[list[int], str]:
@@ -27,7 +20,7 @@ def step(cache: EncoderCache, *runs: tuple[list[PromptImage], int, int]) -> tupl
 
 def test_a_run_encodes_the_images_that_it_reads() -> None:
     cache = EncoderCache(capacity=100, budget=100)
-    images = [image("a", 2, 4), image("b", 10, 4), image("c", 20, 4)]
+    images = [prompt_image("a", 2, 4), prompt_image("b", 10, 4), prompt_image("c", 20, 4)]
     assert step(cache, (images, 0, 12)) == ([12], "a b")
     assert step(cache, (images, 12, 20)) == ([20], "")
     assert step(cache, (images, 20, 30)) == ([30], "c")
@@ -36,37 +29,43 @@ def test_a_run_encodes_the_images_that_it_reads() -> None:
 
 def test_runs_of_several_prompts_share_an_image() -> None:
     cache = EncoderCache(capacity=100, budget=100)
-    runs = [([image("a", start, 4)], 0, 20) for start in (2, 3, 4)]
+    runs = [([prompt_image("a", start, 4)], 0, 20) for start in (2, 3, 4)]
     assert step(cache, *runs) == ([20, 20, 20], "a")
     assert (cache.queries, cache.hits, cache.encoded) == (3, 2, 1)
 
 
 def test_a_run_ends_before_an_image_beyond_the_budget_of_the_step() -> None:
     cache = EncoderCache(capacity=100, budget=6)
-    images = [image("a", 2, 4), image("b", 10, 4)]
-    assert step(cache, (images, 0, 20), ([image("c", 0, 4)], 0, 9)) == ([10, 0], "a")
-    assert step(cache, (images, 10, 20), ([image("c", 0, 4)], 0, 9)) == ([20, 0], "b")
-    assert step(cache, ([image("c", 0, 4)], 0, 9)) == ([9], "c")
+    images = [prompt_image("a", 2, 4), prompt_image("b", 10, 4)]
+    assert step(cache, (images, 0, 20), ([prompt_image("c", 0, 4)], 0, 9)) == ([10, 0], "a")
+    assert step(cache, (images, 10, 20), ([prompt_image("c", 0, 4)], 0, 9)) == ([20, 0], "b")
+    assert step(cache, ([prompt_image("c", 0, 4)], 0, 9)) == ([9], "c")
 
 
 def test_an_image_above_the_budget_is_encoded_alone() -> None:
     cache = EncoderCache(capacity=100, budget=6)
-    assert step(cache, ([image("a", 0, 50)], 0, 9), ([image("b", 0, 2)], 0, 9)) == ([9, 0], "a")
+    assert step(cache, ([prompt_image("a", 0, 50)], 0, 9), ([prompt_image("b", 0, 2)], 0, 9)) == (
+        [9, 0],
+        "a",
+    )
 
 
 def test_the_least_recently_used_image_is_dropped() -> None:
     cache = EncoderCache(capacity=10, budget=100)
     for name in ("a", "b", "a"):
-        step(cache, ([image(name, 0, 5)], 0, 9))
-    assert step(cache, ([image("c", 0, 5)], 0, 9)) == ([9], "c -b")
-    assert step(cache, ([image("d", 0, 6)], 0, 9)) == ([9], "d -a -c")
+        step(cache, ([prompt_image(name, 0, 5)], 0, 9))
+    assert step(cache, ([prompt_image("c", 0, 5)], 0, 9)) == ([9], "c -b")
+    assert step(cache, ([prompt_image("d", 0, 6)], 0, 9)) == ([9], "d -a -c")
 
 
 def test_what_a_run_of_the_step_reads_is_not_dropped() -> None:
     cache = EncoderCache(capacity=10, budget=100)
-    step(cache, ([image("a", 0, 5)], 0, 3))
-    assert step(cache, ([image("a", 0, 5)], 3, 9), ([image("b", 4, 6)], 0, 9)) == ([9, 4], "")
-    assert step(cache, ([image("b", 4, 6)], 4, 9)) == ([9], "b -a")
+    step(cache, ([prompt_image("a", 0, 5)], 0, 3))
+    assert step(cache, ([prompt_image("a", 0, 5)], 3, 9), ([prompt_image("b", 4, 6)], 0, 9)) == (
+        [9, 4],
+        "",
+    )
+    assert step(cache, ([prompt_image("b", 4, 6)], 4, 9)) == ([9], "b -a")
 
 
 @given(
@@ -81,7 +80,7 @@ def test_the_first_run_of_a_step_is_never_kept_waiting(
     cache = EncoderCache(capacity=20, budget=budget)
     kept: dict[bytes, int] = {}
     for order in orders:
-        images = [image(str(at), 0, sizes[at]) for at in order if at < len(sizes)]
+        images = [prompt_image(str(at), 0, sizes[at]) for at in order if at < len(sizes)]
         ends = [cache.reach([one], 0, 5) for one in images]
         assert ends[0] == 5
         encoded, dropped = cache.finish_step()
