@@ -4,39 +4,22 @@ import base64
 import io
 from collections.abc import Callable
 from pathlib import Path
-from shutil import copytree
 from typing import Any
 
 import numpy as np
 import pytest
 from PIL import Image
-from tokenizers import AddedToken, Tokenizer
 
 from headrace_engine import LLM, SamplingParams
 from headrace_engine.core.errors import RequestError
-from headrace_testing.draft_heads import change_config
-from headrace_testing.image_prompts import ImagePrompts, noise
+from headrace_testing.image_prompts import IMAGE_TOKEN, ImagePrompts, noise, save_chat_model
 
 CheckpointMaker = Callable[[str], Path]
 
-PLACEHOLDER = "<|image_pad|>"
-TEMPLATE = (
-    "{% for m in messages %}<s>{{ m.role + ' ' }}{% if m.content is string %}{{ m.content }}"
-    "{% else %}{% for part in m.content %}{% if part.type == 'image' %}<|image_pad|>"
-    "{% else %}{{ part.text }}{% endif %}{% endfor %}{% endif %}{% endfor %}<s>assistant"
-)
-
 
 @pytest.fixture(scope="module")
-def folder(checkpoint: CheckpointMaker, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A checkpoint whose tokenizer has a placeholder, and with a chat template."""
-    made = copytree(checkpoint("qwen2.5-vl"), tmp_path_factory.mktemp("images") / "model")
-    tokenizer = Tokenizer.from_file(str(made / "tokenizer.json"))
-    tokenizer.add_special_tokens([AddedToken(PLACEHOLDER, special=True)])
-    tokenizer.save(str(made / "tokenizer.json"))
-    change_config(made, image_token_id=tokenizer.token_to_id(PLACEHOLDER))
-    (made / "chat_template.jinja").write_text(TEMPLATE)
-    return made
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_chat_model(tmp_path_factory.mktemp("images"), "qwen2.5-vl")
 
 
 @pytest.fixture(scope="module")
@@ -56,7 +39,7 @@ def greedy(llm: LLM, **options: Any) -> SamplingParams:
 
 
 def placeholder(llm: LLM) -> int:
-    found = llm.get_tokenizer().token_to_id(PLACEHOLDER)
+    found = llm.get_tokenizer().token_to_id(IMAGE_TOKEN)
     assert found is not None
     return found
 
@@ -69,9 +52,9 @@ def parts(llm: LLM, text: str, *images: Image.Image) -> list[int | Image.Image]:
 
 def test_prompts_have_an_image_for_each_placeholder(llm: LLM, prompts: ImagePrompts) -> None:
     one, other = noise(24, 16), noise(16, 40, 1)
-    text = f"the cat {PLACEHOLDER} sat on {PLACEHOLDER} the mat"
+    text = f"the cat {IMAGE_TOKEN} sat on {IMAGE_TOKEN} the mat"
     asked: list[Any] = [
-        {"prompt": f"the cat {PLACEHOLDER} sat", "multi_modal_data": {"image": one}},
+        {"prompt": f"the cat {IMAGE_TOKEN} sat", "multi_modal_data": {"image": one}},
         {"prompt": text, "multi_modal_data": {"image": [np.asarray(one), other]}},
         {
             "prompt_token_ids": llm.get_tokenizer().encode(text),
@@ -81,7 +64,7 @@ def test_prompts_have_an_image_for_each_placeholder(llm: LLM, prompts: ImageProm
     ]
     outputs = llm.generate(asked, greedy(llm), use_tqdm=False)
     wanted = [
-        parts(llm, f"the cat {PLACEHOLDER} sat", one),
+        parts(llm, f"the cat {IMAGE_TOKEN} sat", one),
         parts(llm, text, one, other),
         parts(llm, text, other, one),
         parts(llm, "the cat sat"),
@@ -95,7 +78,7 @@ def test_conversations_have_images(llm: LLM, prompts: ImagePrompts) -> None:
     picture, file = noise(32, 24, 5), io.BytesIO()
     picture.save(file, "PNG")
     url = "data:image/png;base64," + base64.b64encode(file.getvalue()).decode()
-    text = {"type": "text", "text": f"what is {PLACEHOLDER} this"}
+    text = {"type": "text", "text": f"what is {IMAGE_TOKEN} this"}
     forms: list[Any] = [
         {"type": "image_url", "image_url": {"url": url}},
         {"type": "input_image", "image_url": url},
@@ -116,7 +99,7 @@ def test_equal_images_are_encoded_once_for_each_salt(llm: LLM) -> None:
         before = llm.llm_engine.model.engine.stats().images_encoded
         llm.generate(
             {
-                "prompt": f"{salt} {PLACEHOLDER} sat",
+                "prompt": f"{salt} {IMAGE_TOKEN} sat",
                 "multi_modal_data": {"image": noise(40, 40, 9)},
                 "cache_salt": salt,
             },
@@ -132,11 +115,11 @@ def test_equal_images_are_encoded_once_for_each_salt(llm: LLM) -> None:
     ("prompt", "message"),
     [
         ({"prompt": "x", "multi_modal_data": {"image": noise(8, 8)}}, "0 places for 1 images"),
-        ({"prompt": PLACEHOLDER, "multi_modal_data": {"image": noise(8, 8)}}, "ends with an image"),
-        ({"prompt": PLACEHOLDER, "multi_modal_data": {"video": []}}, "audio and video"),
-        ({"prompt": PLACEHOLDER, "multi_modal_data": {"image": "x.png"}}, "must be one of PIL"),
+        ({"prompt": IMAGE_TOKEN, "multi_modal_data": {"image": noise(8, 8)}}, "ends with an image"),
+        ({"prompt": IMAGE_TOKEN, "multi_modal_data": {"video": []}}, "audio and video"),
+        ({"prompt": IMAGE_TOKEN, "multi_modal_data": {"image": "x.png"}}, "must be one of PIL"),
         (
-            {"prompt": f"{PLACEHOLDER}x", "multi_modal_data": {"image": noise(1, 300)}},
+            {"prompt": f"{IMAGE_TOKEN}x", "multi_modal_data": {"image": noise(1, 300)}},
             "over 200 times as long",
         ),
     ],
@@ -161,7 +144,7 @@ def test_wrong_parts_of_messages_are_refused(llm: LLM, part: Any, message: str) 
 
 
 def test_a_prompt_with_images_is_not_truncated(llm: LLM) -> None:
-    prompt: Any = {"prompt": f"{PLACEHOLDER} x", "multi_modal_data": {"image": noise(8, 8)}}
+    prompt: Any = {"prompt": f"{IMAGE_TOKEN} x", "multi_modal_data": {"image": noise(8, 8)}}
     with pytest.raises(RequestError, match="truncate_prompt_tokens"):
         llm.generate(prompt, greedy(llm, truncate_prompt_tokens=4), use_tqdm=False)
 

@@ -44,10 +44,8 @@ def test_a_run_ends_before_an_image_beyond_the_budget_of_the_step() -> None:
 
 def test_an_image_above_the_budget_is_encoded_alone() -> None:
     cache = EncoderCache(capacity=100, budget=6)
-    assert step(cache, ([prompt_image("a", 0, 50)], 0, 9), ([prompt_image("b", 0, 2)], 0, 9)) == (
-        [9, 0],
-        "a",
-    )
+    large, small = [prompt_image("a", 0, 50)], [prompt_image("b", 0, 2)]
+    assert step(cache, (large, 0, 9), (small, 0, 9)) == ([9, 0], "a")
 
 
 def test_the_least_recently_used_image_is_dropped() -> None:
@@ -60,12 +58,10 @@ def test_the_least_recently_used_image_is_dropped() -> None:
 
 def test_what_a_run_of_the_step_reads_is_not_dropped() -> None:
     cache = EncoderCache(capacity=10, budget=100)
-    step(cache, ([prompt_image("a", 0, 5)], 0, 3))
-    assert step(cache, ([prompt_image("a", 0, 5)], 3, 9), ([prompt_image("b", 4, 6)], 0, 9)) == (
-        [9, 4],
-        "",
-    )
-    assert step(cache, ([prompt_image("b", 4, 6)], 4, 9)) == ([9], "b -a")
+    first, second = [prompt_image("a", 0, 5)], [prompt_image("b", 4, 6)]
+    step(cache, (first, 0, 3))
+    assert step(cache, (first, 3, 9), (second, 0, 9)) == ([9, 4], "")
+    assert step(cache, (second, 4, 9)) == ([9], "b -a")
 
 
 @given(

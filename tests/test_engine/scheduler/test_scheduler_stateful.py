@@ -2,8 +2,8 @@
 and tiers of the prefix cache.
 
 Hypothesis drives an engine with a pool so small that sequences preempt each other. The fake runner
-checks each step's KV, recurrent states and encoded images; the invariants check the block counts between steps.
-Time is simulated. Not covered: the real runner.
+checks each step's KV, recurrent states and encoded images; the invariants check the block counts
+between steps. Time is simulated. Not covered: the real runner.
 """
 
 from collections import Counter
