@@ -12,7 +12,7 @@ import pytest
 from openai import AsyncOpenAI
 from PIL import Image
 
-from headrace_testing.image_prompts import ImagePrompts, noise, save_chat_model
+from headrace_testing.image_prompts import ImagePrompts, Prompt, noise, save_chat_model
 from headrace_testing.processes import Starter, frozen, until
 from headrace_testing.stack import MODEL, Stack
 
@@ -86,7 +86,7 @@ class Answer:
         token, count = self._prompts.image_token, self.prompt.count(self._prompts.image_token)
         start = self.prompt.index(token)
         assert len(self.tokens) == length
-        prompt = [*self.prompt[:start], self._picture, *self.prompt[start + count :]]
+        prompt: Prompt = [*self.prompt[:start], self._picture, *self.prompt[start + count :]]
         self._prompts.check(prompt, self.tokens)
 
 
