@@ -1,149 +1,185 @@
 """What an open page of the console costs, and how smoothly it draws.
 
-    PYTHONPATH=tests/support python benchmarks/console_page.py [--rounds 5] [--sequences 64]
+    PYTHONPATH=tests/support python benchmarks/console_page.py [--rounds 30] [--sequences 64]
 
-Starts `headrace up` with the demo model and loads it with `headrace bench`, in turns with and
-without a page that shows the live view. The server's processes have the machine's first core; the
-load and the browser have the others, as they are on other machines in production. Prints the ratios
-of the pairs, in tokens a second and in processor time of the server's processes (which a noisy
-machine disturbs less), and the frames that the browser drew a second. Needs Chromium
-(`make system-packages`).
+Starts `headrace up` with the demo model and keeps it busy with as many streams as sequences. In
+turns of a few seconds the stream of the live view is read and is not: what a page costs a server is
+that stream. The server's processes have the machine's first core; the clients have the others, as
+they are on other machines in production. Prints the ratio of tokens a second with and without.
+Then Chromium shows the live view under the same load, and the frames that it drew are counted
+(`make system-packages` installs it).
 """
 
 import argparse
+import asyncio
 import json
 import os
-import subprocess
-import sys
+import re
 import tempfile
+from collections.abc import AsyncIterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import asynccontextmanager, nullcontext
 from dataclasses import asdict, dataclass
+from itertools import pairwise
 from pathlib import Path
-from statistics import median
+from statistics import median, quantiles
 
-from playwright.sync_api import Page
-from rich.console import Console
-from rich.table import Table
+import httpx
 
 from headrace_testing.browser import chromium
 from headrace_testing.headrace_up import UpProcess
 
-# Keeps the time of every frame of the last run in `frames`, in milliseconds.
+# Keeps the time of every frame in `frames`, in milliseconds.
 COUNT_FRAMES = """() => {
     window.frames = [];
     const each = now => { window.frames.push(now); requestAnimationFrame(each); };
     requestAnimationFrame(each);
 }"""
-
-
-@dataclass(frozen=True, slots=True)
-class Run:
-    """One run: output tokens a second, and microseconds of the server's processors a token."""
-
-    speed: float
-    cpu: float
+SETTLE_S = 0.5
+GENERATED = re.compile(rb'"completion_tokens":(\d+)')
 
 
 @dataclass(frozen=True, slots=True)
 class Pair:
-    """One round: a run without and one with the page; frames a second of the page, and the longest
-    time between two of the 99 % closest ones, in milliseconds."""
+    """Tokens a second of two neighbouring turns: without and with a watcher."""
 
-    alone: Run
-    watched: Run
-    frames: float
+    alone: float
+    watched: float
+
+
+@dataclass(frozen=True, slots=True)
+class Frames:
+    """Frames a second, and the 99th percentile of the time between two, in milliseconds."""
+
+    per_second: float
     gap_p99_ms: float
 
 
-def load(up: UpProcess, options: argparse.Namespace, folder: Path) -> Run:
-    report = folder / "report.json"
-    command = [sys.executable, "-m", "headrace_cli", "bench", "--url", up.url, "--warmup", "0"]
-    command += ["--concurrency", str(options.sequences), "--requests", str(options.requests)]
-    command += ["--prompt-tokens", "16-64", "--output-tokens", "128-256", "--out", str(report)]
-    before = cpu_seconds(up)
-    subprocess.run(command, check=True, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-    spent = cpu_seconds(up) - before
-    speed, seconds = (
-        float(json.loads(report.read_text())[name])
-        for name in ("output_tokens_per_s", "duration_s")
-    )
-    return Run(speed, 1e6 * spent / (speed * seconds))
+class Load:
+    """Streams that are sent again as they end; `tokens` is what they all have received."""
+
+    def __init__(self, url: str, sequences: int) -> None:
+        self.tokens = 0
+        self._url = url
+        self._sequences = sequences
+
+    @asynccontextmanager
+    async def running(self) -> AsyncIterator[httpx.AsyncClient]:
+        limits = httpx.Limits(max_connections=None)
+        async with httpx.AsyncClient(base_url=self._url, limits=limits, timeout=60) as client:
+            async with asyncio.TaskGroup() as group:
+                streams = [
+                    group.create_task(self._stream(client, number))
+                    for number in range(self._sequences)
+                ]
+                await asyncio.sleep(5)
+                yield client
+                for stream in streams:
+                    stream.cancel()
+
+    async def _stream(self, client: httpx.AsyncClient, number: int) -> None:
+        body = {
+            "model": "headrace-demo",
+            "prompt": f"{number} " + "Once upon a time there was a river. " * 4,
+            "max_tokens": 256,
+            "ignore_eos": True,
+            "stream": True,
+            "stream_options": {"include_usage": True, "continuous_usage_stats": True},
+        }
+        while True:
+            before = 0
+            async with client.stream("POST", "/v1/completions", json=body) as response:
+                response.raise_for_status()
+                async for chunk in response.aiter_bytes():
+                    if found := GENERATED.findall(chunk):
+                        self.tokens += int(found[-1]) - before
+                        before = int(found[-1])
+
+    async def speed(self, seconds: float) -> float:
+        """Tokens a second, from now on."""
+        loop = asyncio.get_running_loop()
+        begin, before = loop.time(), self.tokens
+        await asyncio.sleep(seconds)
+        return (self.tokens - before) / (loop.time() - begin)
 
 
-def cpu_seconds(up: UpProcess) -> float:
-    """Processor time that the server's processes have used."""
-    times = [process.cpu_times() for process in up.children()]
-    return sum(each.user + each.system for each in times)
+@asynccontextmanager
+async def watcher(client: httpx.AsyncClient) -> AsyncIterator[None]:
+    """Reads the stream of the live view."""
+
+    async def read() -> None:
+        async with client.stream("GET", "/console/live") as response:
+            response.raise_for_status()
+            async for _ in response.aiter_bytes():
+                pass
+
+    reading = asyncio.create_task(read())
+    yield
+    assert not reading.done(), "the live stream ended"
+    reading.cancel()
 
 
-def drawn(page: Page) -> tuple[float, float]:
-    """Frames a second, and the 99th percentile of the time between two, in milliseconds."""
-    times = page.evaluate("window.frames")
-    gaps = sorted(later - earlier for earlier, later in zip(times, times[1:], strict=False))
-    return 1000 * len(gaps) / (times[-1] - times[0]), gaps[len(gaps) * 99 // 100]
-
-
-def pairs(options: argparse.Namespace, folder: Path) -> list[Pair]:
-    first, *others = sorted(os.sched_getaffinity(0))
+async def pairs(load: Load, rounds: int, seconds: float) -> list[Pair]:
     found = []
-    os.sched_setaffinity(0, {first})
-    with UpProcess(folder, "--", "--max-num-seqs", str(options.sequences)) as up:
-        os.sched_setaffinity(0, others or {first})
-        up.until_served()
-        with chromium() as browser:
-            load(up, options, folder)
-            for number in range(options.rounds):
-                measured: dict[bool, Run] = {}
-                frames = (0.0, 0.0)
-                for watched in (number % 2 == 0, number % 2 == 1):
-                    page = browser.new_page(viewport={"width": 1280, "height": 900})
-                    if watched:
-                        page.goto(f"{up.url}/#live")
-                        page.locator(".engine").first.wait_for()
-                        page.evaluate(COUNT_FRAMES)
-                    measured[watched] = load(up, options, folder)
-                    if watched:
-                        frames = drawn(page)
-                    page.close()
-                found.append(Pair(measured[False], measured[True], *frames))
-                print(f"round {number + 1}/{options.rounds}", flush=True)
+    async with load.running() as client:
+        for number in range(rounds):
+            speed = {}
+            for watched in (number % 2 == 0, number % 2 == 1):
+                async with watcher(client) if watched else nullcontext():
+                    await asyncio.sleep(SETTLE_S)
+                    speed[watched] = await load.speed(seconds)
+            found.append(Pair(alone=speed[False], watched=speed[True]))
     return found
 
 
-def show(found: list[Pair]) -> None:
-    table = Table("", "median", "rounds")
-    for name, values, form in (
-        ("tokens/s without the page", [each.alone.speed for each in found], "{:.0f}"),
-        (
-            "tokens/s with it / without",
-            [each.watched.speed / each.alone.speed for each in found],
-            "{:.3f}",
-        ),
-        ("µs a token without the page", [each.alone.cpu for each in found], "{:.1f}"),
-        (
-            "µs a token with it / without",
-            [each.watched.cpu / each.alone.cpu for each in found],
-            "{:.3f}",
-        ),
-        ("frames a second", [each.frames for each in found], "{:.1f}"),
-        ("99 % of frames within, ms", [each.gap_p99_ms for each in found], "{:.1f}"),
-    ):
-        rounds = " ".join(form.format(value) for value in values)
-        table.add_row(name, form.format(median(values)), rounds)
-    Console().print(table)
+def frames(url: str, load: Load, seconds: float) -> Frames:
+    """What a browser draws while the load runs."""
+
+    async def keep_busy() -> None:
+        async with load.running():
+            await asyncio.sleep(seconds)
+
+    with chromium() as browser:
+        page = browser.new_page(viewport={"width": 1280, "height": 900})
+        page.goto(f"{url}/#live")
+        page.locator(".engine").first.wait_for()
+        page.evaluate(COUNT_FRAMES)
+        # Playwright's own event loop runs in this thread.
+        with ThreadPoolExecutor(1) as threads:
+            threads.submit(asyncio.run, keep_busy()).result()
+        times = page.evaluate("window.frames")
+    gaps = [later - earlier for earlier, later in pairwise(times)]
+    return Frames(1000 * len(gaps) / (times[-1] - times[0]), quantiles(gaps, n=100)[98])
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
-    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--rounds", type=int, default=30)
+    parser.add_argument("--seconds", type=float, default=2, help="of one turn")
     parser.add_argument("--sequences", type=int, default=64)
-    parser.add_argument("--requests", type=int, default=256, help="of one run")
     parser.add_argument("--json", type=Path, help="file to write the rounds to")
     options = parser.parse_args()
-    with tempfile.TemporaryDirectory() as folder:
-        found = pairs(options, Path(folder))
-    show(found)
+    first, *others = sorted(os.sched_getaffinity(0))
+    os.sched_setaffinity(0, {first})
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        UpProcess(Path(folder), "--", "--max-num-seqs", str(options.sequences)) as up,
+    ):
+        os.sched_setaffinity(0, others or {first})
+        up.until_served()
+        load = Load(up.url, options.sequences)
+        found = asyncio.run(pairs(load, options.rounds, options.seconds))
+        smooth = frames(up.url, load, 20)
+    ratios = [pair.watched / pair.alone for pair in found]
+    low, _, high = quantiles(ratios, n=4)
+    print(f"{median(pair.alone for pair in found):.0f} tokens/s without a watcher")
+    print(
+        f"with / without, median of {len(ratios)}: {median(ratios):.3f} ({low:.3f} to {high:.3f})"
+    )
+    print(f"{smooth.per_second:.1f} frames a second, 99 % within {smooth.gap_p99_ms:.1f} ms")
     if options.json:
-        options.json.write_text(json.dumps([asdict(each) for each in found], indent=2) + "\n")
+        rounds = [asdict(pair) for pair in found]
+        options.json.write_text(json.dumps({"frames": asdict(smooth), "rounds": rounds}) + "\n")
 
 
 if __name__ == "__main__":

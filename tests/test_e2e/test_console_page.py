@@ -291,6 +291,8 @@ def test_the_animation_runs_and_pauses(console: Console, up: UpProcess) -> None:
     page.fill("#load-count", "8")
     page.click("#load-send")
     expect(page.locator(".model dd").nth(1)).to_have_text("8", timeout=TIMEOUT_MS)
+    # An engine is drawn once its first details have come.
+    expect(page.locator(".picture canvas:visible")).to_have_count(2, timeout=TIMEOUT_MS)
     drawn = pixels(page)
     until(lambda: pixels(page) != drawn, "the picture to move")
     page.get_by_role("button", name="Pause the picture").click()
@@ -298,6 +300,9 @@ def test_the_animation_runs_and_pauses(console: Console, up: UpProcess) -> None:
     before = steps(up)
     until(lambda: steps(up) > before + 10 or idle(up.url), "some steps of the engines")
     assert pixels(page) == drawn
+    page.set_viewport_size({"width": 900, "height": 900})
+    until(lambda: pixels(page) != drawn, "the picture to have the new width")
+    assert all(coloured(page)), "a new size empties the paused picture"
     page.click("#load-stop")
 
 
@@ -306,6 +311,13 @@ def pixels(page: Page) -> list[str]:
         str(canvas.evaluate("canvas => canvas.toDataURL()"))
         for canvas in page.locator(".picture canvas").all()
     ]
+
+
+def coloured(page: Page) -> list[bool]:
+    """For each canvas: has it a pixel with a colour?"""
+    script = """canvas => canvas.getContext("2d")
+        .getImageData(0, 0, canvas.width, canvas.height).data.some(value => value > 0)"""
+    return [bool(canvas.evaluate(script)) for canvas in page.locator(".picture canvas").all()]
 
 
 def steps(up: UpProcess) -> int:

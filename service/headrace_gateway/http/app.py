@@ -217,6 +217,7 @@ def create_app(settings: GatewaySettings, deps: AppDependencies) -> FastAPI:
         routes=[route for module in modules for route in module.router.routes],
         telemetry=UNUSED_TELEMETRY,
         redirect_slashes=False,
+        openapi_url=None,  # would be made anew for each request
         docs_url=None,  # these pages load scripts from other sites
         redoc_url=None,
     )

@@ -1,4 +1,4 @@
-"""Checks API keys: if keys are on, every path but health and version needs one.
+"""Checks API keys: if keys are on, every path needs one, except health, version and the document.
 
 Pure ASGI, before the body is read and outside of the framework, so that no route can forget it.
 Inner layers never see a key: this removes the headers that carry it.
@@ -14,7 +14,9 @@ from ..errors import ApiError
 from ..limits.tenants import CALLER, Caller
 from .body import refusal
 
-OPEN_PATHS = frozenset({"/docs", "/health", "/health/live", "/health/ready", "/version"})
+OPEN_PATHS = frozenset(
+    {"/docs", "/openapi.json", "/health", "/health/live", "/health/ready", "/version"}
+)
 # OpenAI's clients send the first, Anthropic's the second.
 AUTHORIZATION, API_KEY = b"authorization", b"x-api-key"
 _CREDENTIALS = frozenset({AUTHORIZATION, API_KEY})

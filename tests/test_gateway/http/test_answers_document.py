@@ -13,11 +13,12 @@ from headrace_gateway.schemas import answers
 from headrace_testing.gateway import Gateway, events, failed, say, serve
 from headrace_testing.tokenizers import write_tool_checkpoint
 
-# Answers without a type: pages, the bytes of files, replayed events, and vLLM's sentences.
+# Answers without a type: the document and its page, bytes of files, events, and vLLM's sentences.
 UNTYPED = {
     ("post", "/v1/load_lora_adapter"),
     ("post", "/v1/unload_lora_adapter"),
     ("get", "/docs"),
+    ("get", "/openapi.json"),
     ("get", "/v1/files/{file_id}/content"),
     ("get", "/v1/requests/{request_id}/events"),
     ("get", "/console/live"),

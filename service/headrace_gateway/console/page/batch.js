@@ -102,7 +102,9 @@ export class BatchPicture {
   #rows = new BatchRows();
   #shown = ROWS[0];
   #width = 0;
+  #height = 0;
   #small = 0;
+  #drawn = null;
 
   constructor(canvas) {
     this.#canvas = canvas;
@@ -132,12 +134,13 @@ export class BatchPicture {
     this.#canvas.height = Math.round(this.#height * scale);
     this.#canvas.style.height = `${this.#height}px`;
     this.#context.setTransform(scale, 0, 0, scale, 0, 0);
+    // A new size clears the canvas, and nobody else draws a picture that is paused.
+    if (this.#drawn) this.draw(...this.#drawn);
   }
-
-  #height = 0;
 
   /** Draws the picture of Redis' time `now`. */
   draw(now, colours) {
+    this.#drawn = [now, colours];
     const context = this.#context;
     const narrow = this.#width < 620;
     const label = LABEL;

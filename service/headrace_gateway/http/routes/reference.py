@@ -1,13 +1,14 @@
-"""GET /docs: the OpenAPI document as one page, without scripts and without other sites' files."""
+"""GET /openapi.json, and GET /docs: the same as a page without scripts and other sites' files."""
 
 import base64
 import hashlib
+import json
 from collections.abc import Iterator, Mapping
 from html import escape
 from typing import Any
 
 from fastapi import APIRouter, Request
-from fastapi.responses import HTMLResponse
+from fastapi.responses import HTMLResponse, Response
 
 router = APIRouter()
 
@@ -24,6 +25,15 @@ _HEADERS = {
     "base-uri 'none'; form-action 'none'; frame-ancestors 'none'",
     "x-content-type-options": "nosniff",
 }
+
+
+@router.get("/openapi.json")
+async def document(request: Request) -> Response:
+    """Describes every route for programs, as OpenAPI 3.1."""
+    state = request.app.state
+    if not hasattr(state, "document"):
+        state.document = json.dumps(request.app.openapi(), separators=(",", ":")).encode()
+    return Response(state.document, media_type="application/json")
 
 
 @router.get("/docs", response_class=HTMLResponse)
