@@ -8,6 +8,7 @@ Programs compare `code`, which does not change; the message is for people.
     ├── BackendUnfit         this Redis cannot give the guarantees of the protocol
     ├── BackendUnavailable   Redis cannot be reached or refuses writes now
     ├── QueueFull            the queue refused a request; has the time after which to retry
+    ├── ImagesFull           the queue stores as many of a tenant's images as it may
     ├── RequestConflict      the request id is in use for another request
     └── RequestFailed        an accepted request ended without an answer; has a FailureCode
 """
@@ -47,6 +48,12 @@ class QueueFull(HeadraceError):
         super().__init__(message)
         self.retry_after = retry_after
         self.tenant = tenant
+
+
+class ImagesFull(HeadraceError):
+    """The images of one tenant's requests would exceed a bound of the queue."""
+
+    code = "tenant_images_full"
 
 
 class RequestConflict(HeadraceError):

@@ -221,7 +221,8 @@ async def serve(
     show_clock_offset(measures, connection.clock)
     try:
         sealing.start()
-        registration = _registration(settings, engine, connection, files)
+        reader = None if runner is None else runner.image_reader
+        registration = _registration(settings, engine, connection, files, images=reader is not None)
         worker = Worker(
             _worker_config(settings, engine, 0.0 if runner is None else runner.kv_bytes_per_token),
             queue,
@@ -233,6 +234,7 @@ async def serve(
             _adapters(settings, runner, connection),
             _turns(settings, connection, engine_id),
             phases,
+            reader,
         )
         if runner is not None and runner.peers is not None:
             runner.peers.watch(worker.fail)
@@ -262,6 +264,8 @@ def _registration(
     engine: Engine,
     connection: Connection,
     files: CheckpointFiles | None,
+    *,
+    images: bool,
 ) -> ModelRegistration | None:
     if not settings.register_model:
         return None
@@ -274,6 +278,7 @@ def _registration(
         files=files,
         adapters=tuple(settings.lora_modules),
         holds=settings.hold_waiting,
+        images=images,
         clock=connection.clock.now,
     )
 

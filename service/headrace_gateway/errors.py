@@ -14,6 +14,7 @@ from headrace_common.errors import (
     BackendUnavailable,
     FailureCode,
     HeadraceError,
+    ImagesFull,
     MessageError,
     QueueFull,
     RequestConflict,
@@ -37,11 +38,12 @@ UNSUPPORTED_KIND = "unsupported"
 # Parts of a fault's location that are branches of a union, not fields.
 _BRANCHES = frozenset({"str", "list", "dict", "allowed"})
 # The same, if they follow one of these fields or an item's number and precede a field.
-_UNIONS = frozenset({"response_format", "format", "thinking", "tool_choice"})
+_UNIONS = frozenset({"response_format", "format", "source", "thinking", "tool_choice"})
 _KINDS = frozenset(
     {
         *("text", "json_object", "json_schema", "structural_tag"),
-        *("thinking", "tool_use", "tool_result"),
+        *("image", "thinking", "tool_use", "tool_result"),
+        *("base64", "url"),
         *("enabled", "disabled", "adaptive"),
         *("auto", "any", "none", "tool"),
     }
@@ -182,6 +184,8 @@ def to_api_error(error: HeadraceError | SamplingError) -> ApiError:
                 of_tenant=error.tenant,
                 retry_after=error.retry_after,
             )
+        case ImagesFull():
+            return busy(str(error), code=error.code, of_tenant=True)
         case ChatTemplateError():
             return invalid(str(error), param="messages", code=error.code)
         case SealingError():

@@ -12,6 +12,7 @@ from headrace_common.sealing import settings as sealing
 from headrace_common.structured import grammar_settings as grammar
 from headrace_common.text.checkpoint import default_name
 from headrace_common.wire import keys
+from headrace_common.wire.images import MAX_IMAGES
 from headrace_common.wire.messages import MAX_ID_CHARS
 
 ModelSource = str
@@ -302,6 +303,34 @@ class GatewaySettings(BaseSettings):
     batch_concurrency: int = Field(
         32, ge=1, le=1024, description="requests of one batch that are in the queue at once"
     )
+    max_images: int = Field(64, ge=0, le=MAX_IMAGES, description="images in one request")
+    max_image_bytes: ByteSize = Field(
+        ByteSize(8 * 2**20), ge=1024, description="largest image as the client sends it"
+    )
+    max_image_pixels: int = Field(
+        16_777_216,
+        ge=1,
+        le=100_000_000,
+        description="most pixels of one image: width times height",
+    )
+    allowed_media_domains: tuple[str, ...] = Field(
+        (),
+        description="hosts from which images may be fetched, as "
+        '["images.example.com"]; default: none, and images must be data: URLs',
+    )
+    max_held_image_bytes: ByteSize = Field(
+        ByteSize(128 * 2**20),
+        ge=1024,
+        description="bytes of images in this gateway's memory: of requests that have not ended, "
+        "and of the last ones",
+    )
+    max_tenant_images: int = Field(
+        1024, ge=1, description="images of one tenant's requests that one model's queue stores"
+    )
+    max_tenant_image_bytes: ByteSize = Field(
+        ByteSize(64 * 2**20), ge=1024, description="bytes of these images"
+    )
+    image_workers: int = Field(1, ge=1, le=64, description="processes that decode clients' images")
     max_body_bytes: ByteSize = Field(
         ByteSize(8 * 2**20), ge=1024, description="largest request body, such as 8MiB"
     )
@@ -386,4 +415,6 @@ class GatewaySettings(BaseSettings):
             max_requests=self.max_queued_requests,
             max_tokens=self.max_queued_tokens,
             max_tenant_requests=self.max_queued_requests_per_tenant,
+            max_tenant_images=self.max_tenant_images,
+            max_tenant_image_bytes=int(self.max_tenant_image_bytes),
         )

@@ -52,7 +52,6 @@ class Absent:
 Entry = Same | Renamed | Needless | Absent
 
 _PROXY = "end TLS at a proxy or an ingress in front of the gateway"
-_TEXT = "this server reads text only"
 _HUB_CACHE = "set HF_HOME, the hub's own variable"
 _ONE_MACHINE = "run engines on each machine: they share one queue; docs/parallelism.md"
 _GRAPHS = "sizes of CUDA graphs are chosen at the start"
@@ -96,9 +95,10 @@ FLAGS: Mapping[str, Entry] = {
     "seed": Absent("give `seed` in requests; without it each output is drawn anew"),
     "max_logprobs": Absent("requests may ask for up to 20"),
     "logits_processors": Absent("code of clients is not run", Arity.MANY),
-    "limit_mm_per_prompt": Absent(_TEXT),
-    "mm_processor_kwargs": Absent(_TEXT),
-    "allowed_local_media_path": Absent(_TEXT),
+    "limit_mm_per_prompt": Same(),
+    "max_num_encoder_input_tokens": Same(),
+    "mm_processor_kwargs": Absent("images are read as preprocessor_config.json says"),
+    "allowed_local_media_path": Absent("images are not read from files of the server"),
     # The engine.
     "tensor_parallel_size": Same(),
     "tp": Renamed("tensor_parallel_size"),

@@ -63,12 +63,15 @@ class QueueLimits:
     """Bounds of one model's queue.
 
     They bound the waiting requests, their prompt plus maximal output tokens, and the waiting
-    requests of one tenant (0: no bound for a single tenant).
+    requests of one tenant (0: no bound for a single tenant). The others bound the stored images of
+    one tenant, and their bytes.
     """
 
     max_requests: int = 1024
     max_tokens: int = 4_000_000
     max_tenant_requests: int = 0
+    max_tenant_images: int = 1024
+    max_tenant_image_bytes: int = 64 * 2**20
 
     def refuse(self, waiting: int, waiting_tokens: int, tokens: int) -> bool:
         """Whether a request of `tokens` exceeds a bound; in an empty queue any size is allowed."""
@@ -83,6 +86,8 @@ class QueueLimits:
             max_requests=-(-self.max_requests // shards),
             max_tokens=-(-self.max_tokens // shards),
             max_tenant_requests=-(-self.max_tenant_requests // shards),
+            max_tenant_images=-(-self.max_tenant_images // shards),
+            max_tenant_image_bytes=-(-self.max_tenant_image_bytes // shards),
         )
 
 
@@ -287,7 +292,10 @@ class GatewayQueue(Protocol):
         known. The request is then not refused for lack of room, and if Redis has lost it, its
         attempts continue after `seen`. If it belonged to another gateway, its engine is told to
         send replies here; with `polite` it stays with that gateway (FOLLOWING), and this one
-        may follow `frames_to` it. Raises QueueFull, RequestConflict.
+        may follow `frames_to` it. Raises QueueFull, ImagesFull, RequestConflict.
+
+        The images that the request names are stored before it, as far as this process has them
+        (`ImageSpan.data`).
 
         A request whose state was lost is queued again (ADMITTED), with an attempt above all earlier
         ones, up to MAX_REQUEUES times and not after its deadline; with `polite` this is left to its
@@ -338,6 +346,12 @@ class GatewayQueue(Protocol):
         """Says how many output tokens the client of an ended request was given, if its engine may
         have counted others: the ledger has this number. Idempotent."""
 
+    async def drop_images(self, request: GenerateRequest) -> None:
+        """Says that an ended or refused request needs its images no longer. Idempotent.
+
+        An image that no other request names is stored for ENDED_TTL_MS longer.
+        """
+
     async def forget(self, request_ids: Sequence[str], model: str) -> None:
         """Allows Redis to drop the outcomes of ended requests that no client will ask for."""
 
@@ -385,6 +399,12 @@ class EngineQueue(Protocol):
         first in the queue. An idle engine passes None, because a request that does not fit then
         never will. Expired, cancelled and superseded entries are ended on the way; malformed ones
         become dead letters and are answered.
+        """
+
+    async def image(self, request: GenerateRequest, digest: bytes) -> bytes | None:
+        """The encoded bytes of one of a request's images; None if the queue has lost them.
+
+        Raises SealingError.
         """
 
     async def reap(self, count: int, *, suspects: bool = True) -> Sequence[Lease]:

@@ -15,7 +15,7 @@ MAX_ENTRY_BYTES = 65536
 MAX_PACKED_BYTES = MAX_FILES_BYTES + 4096  # including their names
 MOST_TOKENS = 2**31  # and Unix seconds, bounds of an entry's numbers
 _DIGEST = re.compile(r"[0-9a-f]{64}")
-_LATER = ("adapters", "holds")  # entries of older versions have no such field
+_LATER = ("adapters", "holds", "images")  # entries of older versions have no such field
 _FIELDS = {f.name: f.type for f in fields(RegisteredModel) if f.name not in _LATER}
 
 
@@ -29,8 +29,9 @@ def encode_entry(model: RegisteredModel) -> bytes:
             f"model name {model.name[:80]!r}: must have 1 to {MAX_NAME_BYTES} bytes"
         )
     body = asdict(model)
-    if not model.holds:
-        del body["holds"]
+    for name in ("holds", "images"):
+        if not body[name]:
+            del body[name]
     data: bytes = msgpack.packb(body)
     if len(data) > MAX_ENTRY_BYTES:
         raise RegistryError(
@@ -53,6 +54,7 @@ def decode_entry(data: bytes) -> RegisteredModel:
         **{name: body[name] for name in _FIELDS},
         adapters=tuple(filter(None, adapters)),
         holds=body.get("holds") is True,
+        images=body.get("images") is True,
     )
     if not model.name or not 0 < model.max_model_len < MOST_TOKENS:
         raise RegistryError(

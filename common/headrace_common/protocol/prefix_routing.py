@@ -19,13 +19,17 @@ MAX_CANDIDATES = 8  # engines that a request names; if all are too busy, any eng
 def prefix_key(request: GenerateRequest, tokens: int) -> bytes:
     """A key that is equal for requests with the same first `tokens` tokens, salt and adapter.
 
-    Such requests could share a prefix cache.
+    Such requests could share a prefix cache. Images that begin within these tokens are part of the
+    key, since the tokens that stand for them are the same for all images.
     """
     digest = blake2b(digest_size=16)
     digest.update(len(request.cache_salt).to_bytes(4, "little") + request.cache_salt)
     if request.adapter is not None:
         digest.update(request.adapter.encode())
     digest.update(pack_tokens(request.prompt_token_ids[:tokens]))
+    for image in request.images:
+        if image.start < tokens:
+            digest.update(image.digest)
     return digest.digest()
 
 

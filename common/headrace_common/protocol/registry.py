@@ -28,6 +28,7 @@ class RegisteredModel:
     seconds. `owner` is "namespace/name" of its ModelService, "" if there is none. `adapters` are
     its engines' LoRA adapters, each of which is a model of its own to clients. `holds`: once the
     entry is removed, waiting requests for the model continue to wait instead of being failed.
+    `images`: its engines take requests with images.
     """
 
     name: str
@@ -37,6 +38,7 @@ class RegisteredModel:
     owner: str = ""
     adapters: tuple[str, ...] = ()
     holds: bool = False
+    images: bool = False
 
     def since(self, known: "RegisteredModel | None") -> "RegisteredModel":
         """This entry, with the `created` of `known` if both have the same files and owner."""

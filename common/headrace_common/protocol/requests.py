@@ -54,6 +54,7 @@ def fingerprint(request: GenerateRequest) -> bytes:
         *(() if request.pooling is None else (request.pooling,)),
         *(() if request.lora is None else (request.lora,)),
         *((sampling.branches, sampling.use_beam_search) if sampling.answers_at_end else ()),
+        *((request.images,) if request.images else ()),
     )
     digest = hashlib.sha256(repr(asked).encode())
     digest.update(pack_tokens(request.prompt_token_ids))

@@ -41,6 +41,7 @@ class PayloadKind(StrEnum):
     BATCH_PROGRESS = "batch progress"  # (batch)
     BATCH_RESULT = "batch result"  # (batch, tenant, line)
     MODEL_FILES = "model files"  # (model)
+    IMAGE = "image"  # (model, digest)
     CHECK = "check"  # ()
 
 

@@ -19,6 +19,8 @@ DEMO_MODEL, DEMO_EMBEDDINGS = "headrace-demo", "headrace-demo-embeddings"
 # Folders of the models that are part of the package.
 _BUNDLED = {DEMO_MODEL: "demo_model", DEMO_EMBEDDINGS: "demo_embeddings"}
 CHAT_TEMPLATE_FILE = "chat_template.jinja"
+# How images become patches; the second is the older form.
+PROCESSOR_FILE, PREPROCESSOR_FILE = "processor_config.json", "preprocessor_config.json"
 TOKENIZER_FILES = (
     "tokenizer.json",
     "tokenizer_config.json",
@@ -27,6 +29,8 @@ TOKENIZER_FILES = (
     "config.json",
     CHAT_TEMPLATE_FILE,
     "chat_template.json",
+    PROCESSOR_FILE,
+    PREPROCESSOR_FILE,
 )
 # The files that engines read and a download fetches: no pickles, no code.
 MODEL_FILES = ("*.json", "*.safetensors", "tokenizer.model", "*.jinja", "*.txt")

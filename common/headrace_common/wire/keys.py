@@ -179,6 +179,21 @@ class ShardKeys:
     def payloads(self) -> str:
         return f"p:{self.tag}:"
 
+    def image(self, digest: bytes) -> str:
+        """String, an encoded image that requests of this shard name. Lives as long as the last of
+        them, and `ENDED_TTL_MS` after its end."""
+        return f"im:{self.tag}:{digest.hex()}"
+
+    def image_requests(self, digest: bytes) -> str:
+        """Sorted set, the requests that name an image, by until when (Unix ms). Lives as the
+        image."""
+        return f"ir:{self.tag}:{digest.hex()}"
+
+    def tenant_images(self, tenant: str) -> str:
+        """Sorted set, a tenant's images in this shard, "<digest>:<bytes>" by until when they live
+        (Unix ms). Lives as the last of them."""
+        return f"it:{self.tag}:{tenant}"
+
     def journal(self, request_id: str) -> str:
         """Hash, the output that beats have written. <choice>: number of tokens; <choice>:<index>:
         packed ids from that output position; <choice>l:<index>: their log probabilities, if

@@ -19,11 +19,15 @@ from ..sampling.params import SamplingError, SamplingParams
 from ..sampling.pooling import PoolingParams
 from ..sampling.thinking import ThinkingFormat
 from ..structured.structured import StructuredOutputsParams
+from .images import ImageSpan, pack_images, unpack_images
 
 PROTOCOL_VERSION = 1
-# The version of requests with `lora_version`: engines that know only PROTOCOL_VERSION leave them to
-# others. The newest version of requests that this version reads.
-REQUEST_VERSION = 2
+# The versions of requests with `lora_version` and with `images`: engines that know only an earlier
+# version leave them to others.
+ADAPTER_VERSION = 2
+IMAGE_VERSION = 3
+# The newest version of requests that this version reads.
+REQUEST_VERSION = IMAGE_VERSION
 MAX_MESSAGE_BYTES = 16 * 2**20
 MAX_PROMPT_TOKENS = 2**21
 MAX_ID_CHARS = 256
@@ -53,7 +57,8 @@ class GenerateRequest:
     model without one. `lora_version` is set if that adapter was loaded while engines served: only
     engines that have loaded this version of it may run the request. `tenant_weight` is the
     tenant's share relative to those of other tenants. `key` is the id of the client's API key;
-    engines do not need it.
+    engines do not need it. `images` are the images in the prompt, in order; the queue stores their
+    bytes apart (EngineQueue.image).
     """
 
     request_id: str
@@ -73,6 +78,7 @@ class GenerateRequest:
     lora_version: str | None = None
     tenant_weight: float = 1.0
     key: str = ""
+    images: tuple[ImageSpan, ...] = ()
 
     @property
     def served_model(self) -> str:
@@ -89,7 +95,9 @@ class GenerateRequest:
 
 def version_of(request: GenerateRequest) -> int:
     """The protocol version that an engine must know to run a request."""
-    return PROTOCOL_VERSION if request.lora_version is None else REQUEST_VERSION
+    if request.images:
+        return IMAGE_VERSION
+    return PROTOCOL_VERSION if request.lora_version is None else ADAPTER_VERSION
 
 
 def required_adapter(request: GenerateRequest) -> str:
@@ -317,6 +325,8 @@ def encode_request(request: GenerateRequest) -> bytes:
         body["weight"] = float(request.tenant_weight)
     if request.key:
         body["key"] = request.key
+    if request.images:
+        body["images"] = pack_images(request.images)
     return pack_message(body, other=_plain)
 
 
@@ -349,6 +359,7 @@ def decode_request(data: bytes) -> GenerateRequest:
         lora_version=_version(body) if "lora_version" in body else None,
         tenant_weight=_weight(body),
         key=_identifier(body, "key") if "key" in body else "",
+        images=unpack_images(body.get("images", []), len(prompt)),
     )
 
 

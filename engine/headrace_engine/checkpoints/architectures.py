@@ -56,6 +56,12 @@ TensorLayout = Literal[
 Dense = Literal["none", "first", "typed", "ranged", "listed"]
 
 
+# How the three positions of a token (frame, row and column in an image) share the frequencies of
+# the rotation: none, where there is one position; one range after the other (split); or in turns
+# (interleaved).
+MRope = Literal["none", "split", "interleaved"]
+
+
 @dataclass(frozen=True, slots=True)
 class Mixture:
     """How one family's mixtures of experts differ from a softmax over all experts.
@@ -134,11 +140,12 @@ class Architecture:
     replace absent fields. `value_dim` is the default of v_head_dim, where values are narrower than
     keys and are scaled by attention_value_scale (`value_scale`). Layers with a window have
     swa_num_key_value_heads KV heads; `window_kv_heads` is their default, times num_key_value_heads;
-    None: all layers have the same number. `qk_norm_field` names the switch of `qk_norm`
-    or `unit_qk_norm`, whose default is `qk_norm`. `inner_field` names the inner size of MLPs, whose
-    default is `inner`. `mixture` replaces
-    `experts`. `latents`: attention is over latents. `draft_layers` is the default of
-    num_nextn_predict_layers. `required` has fields that must be absent or have one of these values.
+    None: all layers have the same number. `mrope_section` is the default number of frequencies of
+    each of a token's three positions, where `mrope` is not none. `qk_norm_field` names the switch
+    of `qk_norm` or `unit_qk_norm`, whose default is `qk_norm`. `inner_field` names the inner size
+    of MLPs, whose default is `inner`. `mixture` replaces `experts`. `latents`: attention is over
+    latents. `draft_layers` is the default of num_nextn_predict_layers. `required` has fields that
+    must be absent or have one of these values.
     """
 
     qkv_bias: bool | None = None
@@ -187,6 +194,8 @@ class Architecture:
     value_dim: int | None = None
     value_scale: float | None = None
     window_kv_heads: int | None = None
+    mrope: MRope = "none"
+    mrope_section: tuple[int, int, int] = (16, 24, 24)
 
 
 # The decoders with recurrent layers; models.hybrid reads their config.json.
@@ -210,22 +219,6 @@ RECURRENT = (
 )
 # Those of them whose attention is over latents.
 _LATENT_RECURRENT = ("KimiLinearForCausalLM",)
-# Kimi K2.5's decoder, under its published and its transformers name.
-_KIMI = {"kimi_k2": "DeepseekV3ForCausalLM", "deepseek_v3": "DeepseekV3ForCausalLM"}
-# The decoders of multimodal models by their text_config's model_type; the first if it has none.
-MULTIMODAL: dict[str, dict[str, str]] = {
-    "Gemma3ForConditionalGeneration": {"gemma3_text": "Gemma3ForCausalLM"},
-    "KimiK25ForConditionalGeneration": _KIMI,
-    "Kimi_K25ForConditionalGeneration": _KIMI,
-    "Llama4ForConditionalGeneration": {"llama4_text": "Llama4ForCausalLM"},
-    "Mistral3ForConditionalGeneration": {
-        "mistral": "MistralForCausalLM",
-        "ministral3": "Ministral3ForCausalLM",
-    },
-}
-# The prefix of their decoders' tensors.
-TEXT_PART = "language_model."
-
 _MISTRAL = Architecture(qkv_bias=False, o_bias=False, windows="all", max_position_embeddings=131072)
 _QWEN2 = Architecture(qkv_bias=True, o_bias=False, windows="layers")
 _ERNIE = Architecture(
@@ -692,6 +685,40 @@ ARCHITECTURES: dict[str, Architecture] = {
 }
 
 
+_QWEN2_VL = Architecture(
+    qkv_bias=True,
+    o_bias=False,
+    windows="layers",
+    rope_theta=1_000_000.0,
+    rms_norm_eps=1e-5,
+    mrope="split",
+)
+_QWEN3_VL = Architecture(
+    qk_norm=True,
+    head_dim=128,
+    max_position_embeddings=128_000,
+    rope_theta=500_000.0,
+    mrope="interleaved",
+    mrope_section=(24, 20, 20),
+)
+# Kimi K2.5's decoder, under its published and its transformers name.
+_KIMI = dict.fromkeys(("kimi_k2", "deepseek_v3"), ARCHITECTURES["DeepseekV3ForCausalLM"])
+# The decoders of multimodal models by their text_config's model_type; the first if it has none.
+MULTIMODAL: dict[str, dict[str, Architecture]] = {
+    "Gemma3ForConditionalGeneration": {"gemma3_text": ARCHITECTURES["Gemma3ForCausalLM"]},
+    "KimiK25ForConditionalGeneration": _KIMI,
+    "Kimi_K25ForConditionalGeneration": _KIMI,
+    "Llama4ForConditionalGeneration": {"llama4_text": ARCHITECTURES["Llama4ForCausalLM"]},
+    "Mistral3ForConditionalGeneration": {
+        "mistral": ARCHITECTURES["MistralForCausalLM"],
+        "ministral3": ARCHITECTURES["Ministral3ForCausalLM"],
+    },
+    "Qwen2VLForConditionalGeneration": {"qwen2_vl_text": _QWEN2_VL},
+    "Qwen2_5_VLForConditionalGeneration": {"qwen2_5_vl_text": _QWEN2_VL},
+    "Qwen3VLForConditionalGeneration": {"qwen3_vl_text": _QWEN3_VL},
+}
+
+
 def keeps_latents(architecture: str) -> bool:
     """Whether the native implementation of an architecture attends to latents."""
     if architecture in _LATENT_RECURRENT:
@@ -706,5 +733,5 @@ def attends_in_chunks(architecture: str) -> bool:
 
 def _native(architecture: str) -> list[Architecture]:
     """What an architecture's native implementation may be: a multimodal one has several."""
-    names = (architecture, *MULTIMODAL.get(architecture, {}).values())
-    return [ARCHITECTURES[name] for name in names if name in ARCHITECTURES]
+    own = ARCHITECTURES.get(architecture)
+    return [*([] if own is None else [own]), *MULTIMODAL.get(architecture, {}).values()]

@@ -4,13 +4,13 @@ Defaults for absent fields are those of transformers' config classes. A value th
 decoder does not support raises ConfigError with file and field; it is never ignored.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from .architectures import (
     ARCHITECTURES,
     MULTIMODAL,
-    TEXT_PART,
     Architecture,
     Latents,
     Mixture,
@@ -166,7 +166,8 @@ class ModelConfig:
     layers that `sinks` names each head's softmax includes a sink logit. Layers with a window have
     `window_kv_heads` KV heads; None: as many as the others. A head's values have `value_dim`
     elements, times `value_scale`; None: as many as keys. With `latent`, the cache has one KV head
-    of that width; values are its first elements. `kv_scales` has an entry for each layer, read from
+    of that width; values are its first elements. A `multimodal` checkpoint has other parts
+    beside the decoder. `kv_scales` has an entry for each layer, read from
     the weights. The checkpoint has `draft_layers` more layers, which are not read.
     """
 
@@ -193,7 +194,7 @@ class ModelConfig:
     interleaved: bool = False
     query_scaling: QueryScaling | None = None
     layout: TensorLayout = "llama"
-    text_part: str = ""
+    multimodal: bool = False
     activation: Activation = "silu"
     embedding_scale: float | None = None
     rounds_embedding_scale: bool = False
@@ -286,15 +287,24 @@ class ModelConfig:
         fields = Fields(checkpoint.folder / "config.json", checkpoint.config)
         decoders = MULTIMODAL.get(checkpoint.architecture)
         if decoders is not None:
-            fields = Fields(fields.path, fields.object("text_config"), prefix="text_config.")
-            name = decoders.get(str(fields.get("model_type", next(iter(decoders)))))
-            if name is None:
-                raise fields.error("model_type", f"one of {', '.join(decoders)}")
-            return replace(_read(fields, ARCHITECTURES[name]), text_part=TEXT_PART)
+            return replace(_read(*_text_part(fields, decoders)), multimodal=True)
         family = ARCHITECTURES.get(checkpoint.architecture)
         if family is None:
             raise fields.error("architectures", f"one of {', '.join(ARCHITECTURES)}")
         return _read(fields, family)
+
+
+def _text_part(fields: Fields, decoders: Mapping[str, Architecture]) -> tuple[Fields, Architecture]:
+    """A multimodal model's decoder. Old checkpoints have its fields beside those of the other
+    parts."""
+    first = next(iter(decoders))
+    if "text_config" not in fields:
+        return fields, decoders[first]
+    fields = Fields(fields.path, fields.object("text_config"), prefix="text_config.")
+    family = decoders.get(str(fields.get("model_type", first)))
+    if family is None:
+        raise fields.error("model_type", f"one of {', '.join(decoders)}")
+    return fields, family
 
 
 def _read(fields: Fields, family: Architecture) -> ModelConfig:

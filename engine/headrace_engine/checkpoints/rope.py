@@ -6,7 +6,7 @@ one (rope_scaling beside rope_theta). Raises ConfigError for scaling that is not
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from .architectures import Architecture
@@ -35,13 +35,16 @@ _NEEDED: Mapping[str, tuple[str, ...]] = {
 class RopeConfig:
     """A rotary embedding; `parameters` holds the fields that the scaling of `rope_type` needs.
 
-    `partial` is the share of a head's elements that is rotated, from the first on.
+    `partial` is the share of a head's elements that is rotated, from the first on. Where a token
+    has three positions (M-RoPE, https://arxiv.org/abs/2409.12191), `axes` says for each frequency
+    which of them it rotates by; in text all three are the same.
     """
 
     rope_type: str
     theta: float
     parameters: JsonObject
     partial: float = 1.0
+    axes: tuple[int, ...] = ()
 
     def rotated(self, head_dim: int) -> int:
         """The number of rotated elements of a head."""
@@ -116,6 +119,8 @@ def _read(
     kind = rope.get("rope_type", rope.get("type", "default"))
     if family.layout == "phi3" and kind in _LONGROPE_NAMES:
         kind = "longrope"
+    if family.mrope != "none" and kind == "mrope":
+        kind = "default"
     if kind not in ROPE_TYPES:
         raise rope.error("rope_type", f"one of {', '.join(ROPE_TYPES)}")
     theta = rope.number("rope_theta", theta)
@@ -130,10 +135,24 @@ def _read(
     rotated = found.rotated(head_dim)
     if rotated % 2:
         raise rope.error("partial_rotary_factor", "such that an even number of elements is rotated")
+    if family.mrope != "none":
+        found = replace(found, axes=_axes(rope, family, rotated // 2))
     if kind != "longrope":
         return found
     factors = {key: checked.numbers(key, rotated // 2) for key in ("short_factor", "long_factor")}
-    return RopeConfig(kind, found.theta, {**merged, **factors}, partial)
+    return replace(found, parameters={**merged, **factors})
+
+
+def _axes(rope: Fields, family: Architecture, frequencies: int) -> tuple[int, ...]:
+    """The position, of three, that each frequency rotates by."""
+    section = rope.get("mrope_section", list(family.mrope_section))
+    whole = isinstance(section, list) and all(isinstance(size, int) for size in section)
+    if not whole or len(section) != 3 or sum(section) != frequencies or min(section) < 0:
+        raise rope.error("mrope_section", f"three whole numbers that add up to {frequencies}")
+    if family.mrope == "split":
+        return tuple(axis for axis, size in enumerate(section) for _ in range(size))
+    turns = [index % 3 if index < 3 * section[index % 3] else 0 for index in range(frequencies)]
+    return tuple(turns)
 
 
 def _partial(fields: Fields, rope: Fields, family: Architecture, head_dim: int) -> float:

@@ -17,9 +17,12 @@ SleepLevel = Literal[1, 2]
 
 _NO_OPTIONS: Mapping[str, object] = MappingProxyType({})
 _NO_MODULES: Mapping[str, str] = MappingProxyType({})
+_NO_LIMITS: Mapping[str, int] = MappingProxyType({})
+# The kinds of media that vLLM's limit_mm_per_prompt names.
+_MEDIA = ("image", "video", "audio")
 _COUNTS = (
     *("block_size", "max_num_seqs", "max_num_batched_tokens"),
-    *("tensor_parallel_size", "max_loras", "max_lora_rank"),
+    *("tensor_parallel_size", "max_loras", "max_lora_rank", "encoder_cache_bytes"),
 )
 
 
@@ -58,6 +61,10 @@ class EngineConfig:
     `tuned_config_folder` stores the measurements. `deterministic` makes a request's tokens and log
     probabilities bitwise independent of other requests, and refuses models that cannot do so.
 
+    Images: `limit_mm_per_prompt` {"image": n} is the most images of a prompt (default: 999); with 0
+    the vision tower is not loaded. Encoded images are kept in `encoder_cache_bytes`. A step encodes
+    images of at most `max_num_encoder_input_tokens` (None: max_num_batched_tokens) tokens, or one.
+
     LoRA: `lora_modules` are folders of adapters by name. At most `max_loras` run at once, of ranks
     up to `max_lora_rank`; `max_cpu_loras` (None: `max_loras`) stay in host memory. With
     `lora_experts` there is memory for adapters that change experts.
@@ -93,6 +100,9 @@ class EngineConfig:
     disable_hybrid_kv_cache_manager: bool = False
     watermark: float = 0.01
     speculative_config: SpeculativeConfig | None = None
+    limit_mm_per_prompt: Mapping[str, int] = field(default_factory=lambda: _NO_LIMITS)
+    encoder_cache_bytes: int = 2**28
+    max_num_encoder_input_tokens: int | None = None
     enable_lora: bool = False
     lora_modules: Mapping[str, str] = field(default_factory=lambda: _NO_MODULES)
     lora_experts: bool = False
@@ -125,6 +135,7 @@ class EngineConfig:
         self._check_parallel()
         self._check_draft_head()
         self._check_sleep()
+        self._check_media()
         if not 0.0 < self.memory_utilization <= 1.0:
             raise ConfigError(
                 f"memory_utilization must be in (0, 1], not {self.memory_utilization}"
@@ -170,6 +181,16 @@ class EngineConfig:
                 raise ConfigError(
                     f"enable_sleep_mode does not support {name}: leave one of them out"
                 )
+
+    def _check_media(self) -> None:
+        for kind, most in self.limit_mm_per_prompt.items():
+            if kind not in _MEDIA or type(most) is not int or most < 0:
+                raise ConfigError(
+                    "limit_mm_per_prompt must be a number of images, such as "
+                    f'{{"image": 4}}, not {dict(self.limit_mm_per_prompt)!r:.80}'
+                )
+            if kind != "image" and most:
+                raise ConfigError(f"limit_mm_per_prompt: {kind} is not supported: set it to 0")
 
     def _check_offloading(self) -> None:
         if self.kv_offloading_folder is None:

@@ -10,6 +10,7 @@ from headrace_common.sampling.params import SamplingParams
 from headrace_common.sampling.pooling import PoolingParams
 
 from .errors import IllegalTransition
+from .images import PromptImage
 
 if TYPE_CHECKING:
     from .compiled_grammar import CompiledGrammar, GrammarCursor
@@ -57,7 +58,8 @@ class EngineRequest:
     `params.thinking_token_budget`, made by the caller. The engine sets `candidates` for beams: how
     many of the most likely tokens the search reads. `logprobs` is what the sampler reads:
     `candidates`, or the user's value. `lora` names the adapter to run with. `tenant_weight` is the
-    tenant's share relative to other tenants'.
+    tenant's share relative to other tenants'. `images` are the prompt's, in the order of their
+    positions.
     `arrival` and `deadline` are seconds of the monotonic clock. `priority` 0 is normal; lower runs
     sooner.
     """
@@ -78,6 +80,7 @@ class EngineRequest:
     candidates: int | None = None
     lora: str | None = None
     tenant_weight: float = 1.0
+    images: tuple[PromptImage, ...] = ()
     logprobs: int | None = field(init=False)
 
     def __post_init__(self) -> None:

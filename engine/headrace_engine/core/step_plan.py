@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import NamedTuple, Protocol
 
+from .images import PromptImage
 from .outputs import SampledToken, TokenLogprobs
 from .request import Sequence
 
@@ -74,6 +75,8 @@ class SchedulerOutput:
     of a state may be infinite or NaN as KV.
     `saves` (device, host) may be copied while the step computes, which writes none of their blocks;
     they are complete with its result. A step without runs only has these copies.
+    Before the forward pass the embeddings of the images `dropped` (digests) are freed, and then the
+    images `encoded` are encoded; their embeddings are kept until they are dropped.
     `ahead` means that the result of the step before was not known yet, so runs may end with a
     PENDING token.
     """
@@ -87,6 +90,8 @@ class SchedulerOutput:
     ahead: bool = False
     zeroed: tuple[int, ...] = ()
     saves: tuple[tuple[int, int], ...] = ()
+    encoded: tuple[PromptImage, ...] = ()
+    dropped: tuple[bytes, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -92,6 +92,7 @@ class StaticMixedBatch:
         return (
             batch.lora is None
             and batch.states is None
+            and batch.vision is None
             and sequences <= self._sequences
             and sequences - metadata.num_decodes <= MOST_PROMPTS
             and len(batch.logits_rows) <= min(self._most_rows, len(batch.input_ids))

@@ -119,8 +119,8 @@ class StaticBatch:
         return sum(part.nbytes for part in (*shared, *own))
 
     def takes(self, batch: ForwardBatch) -> bool:
-        """Whether the buffers can hold the batch's adapters, if it has any."""
-        return batch.lora is None or self._lora is not None
+        """Whether the buffers can hold the batch's adapters, if it has any. None hold images."""
+        return batch.vision is None and (batch.lora is None or self._lora is not None)
 
     def fill(self, batch: ForwardBatch, size: int) -> None:
         """Copies a step's inputs, and pads them to `size` sequences."""

@@ -11,6 +11,7 @@ from typing import Protocol
 
 from ..core.batch_snapshot import BatchSnapshot
 from ..core.config import EngineConfig, SleepLevel
+from ..core.images import ImageLimits
 from ..core.kv_cache_groups import KVGroups
 from ..core.outputs import SequenceOutput
 from ..core.pooler_config import PoolerConfig
@@ -81,6 +82,10 @@ class Runner(Protocol):
         """Names of the LoRA adapters that requests may use; None if LoRA is off. May grow."""
 
     @property
+    def image_limits(self) -> ImageLimits | None:
+        """How many images a prompt may have; None if the model reads none."""
+
+    @property
     def async_scheduling(self) -> bool:
         """Whether the next step is submitted before the result of the last one is known."""
 
@@ -125,6 +130,7 @@ class Engine:
             pooler=runner.pooler_config,
             kv_groups=runner.kv_groups,
             adapters=() if runner.adapters is None else runner.adapters,
+            images=runner.image_limits,
             num_host_blocks=0 if host is None else host.num_blocks,
             bytes_per_block=0 if host is None else host.bytes_per_block,
         )

@@ -22,6 +22,7 @@ from array import array
 from collections.abc import Iterable
 from hashlib import sha256
 
+from ..core.images import image_keys
 from ..core.kv_cache_groups import KVGroups
 from ..core.request import Sequence
 from .block_pool import BlockPool
@@ -402,16 +403,20 @@ class KVCacheManager:
         return sum(1 for block in sequence.block_table[row:] if ref_counts[block] > 1)
 
     def block_hash(self, sequence: Sequence, index: int) -> bytes:
-        """SHA-256 of the previous block's hash (the first block: of the seed) and the tokens.
+        """SHA-256 of the previous block's hash (the first block: of the seed), the tokens, and the
+        images among them.
 
         Collision-resistant, since a forged hit would give one user's context to another.
         """
-        hashes = sequence.block_hashes
+        hashes, images = sequence.block_hashes, sequence.request.images
         while len(hashes) <= index:
             begin = len(hashes) * self.block_size
-            tokens = array("q", sequence.token_ids[begin : begin + self.block_size])
+            end = begin + self.block_size
+            content = array("q", sequence.token_ids[begin:end]).tobytes()
+            if images:
+                content += image_keys(images, begin, end)
             before = hashes[-1] if hashes else sequence.request.prefix_seed
-            hashes.append(sha256(before + tokens.tobytes()).digest())
+            hashes.append(sha256(before + content).digest())
         return hashes[index]
 
 

@@ -34,6 +34,7 @@ from ..models.registry import LoadedModel, LoadOptions, load_model
 from ..models.weights.weights import stored_dtype
 from ..operators.base import Ops, TorchOps
 from ..operators.cpu import make_ops
+from .towers import pick_tower
 
 logger = logging.getLogger(__name__)
 
@@ -96,6 +97,7 @@ def place_model(
     on_phase("weights")
     with torch.inference_mode():
         loaded = load_model(config, checkpoint, options)
+        tower = pick_tower(config, checkpoint, loaded.model, dtype, device)
 
     def block_bytes(shape: KVShape) -> int:
         return backend.block_bytes(shape.spec(config.block_size, dtype, device, stored))
@@ -113,6 +115,7 @@ def place_model(
         cache_dtype=stored,
         lora_shapes=_lora_shapes(config, loaded.model, name),
         draft_head=loaded.draft_head,
+        tower=tower,
     )
     if _is_tuned(config, placed):
         on_phase("kernels")

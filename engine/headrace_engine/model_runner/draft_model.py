@@ -73,6 +73,7 @@ class DraftModel:
             max_model_len=speculation.max_model_len,
             speculative_config=None,
             disable_hybrid_kv_cache_manager=True,
+            limit_mm_per_prompt={"image": 0},
             tensor_parallel_size=1,
         )
         return cls(own)

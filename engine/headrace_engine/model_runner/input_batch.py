@@ -44,11 +44,12 @@ def build(
     transfer: Transfer | None = None,
     future_tokens: FutureTokens | None = None,
     layout: KVLayout = ONE_GROUP,
+    images: bool = False,
 ) -> StepBatch:
     """Makes the tensors of a step on `device`. Its runs are not empty and its decodes come first.
 
     `transfer` copies the arrays there; None makes one. `future_tokens` says which tokens the step
-    before this one chooses. `layout` is that of the KV cache.
+    before this one chooses. `layout` is that of the KV cache. `images`: prompts may have images.
     """
     scheduled = scheduler_output.scheduled
     starts = np.array([item.start for item in scheduled], dtype=np.int64)
@@ -56,6 +57,7 @@ def build(
     query_start = np.zeros(len(scheduled) + 1, dtype=np.int64)
     np.cumsum(lengths, out=query_start[1:])
     positions = _positions(starts, lengths, query_start)
+    rotated = _after_images(scheduled, positions, query_start) if images else positions
     tables = _block_tables(scheduled, starts + lengths, block_size, layout.groups.count)
     if layout.parts:
         tables *= np.array(layout.parts)[:, None, None]
@@ -67,7 +69,7 @@ def build(
         tables.astype(np.int32),
         np.ascontiguousarray(slots),
         _token_ids(scheduled, int(query_start[-1])),
-        positions,
+        rotated,
         _logits_rows(scheduled, query_start),
     )
     linked = (
@@ -114,6 +116,26 @@ def _positions(starts: Ints, lengths: Ints, query_start: Ints) -> Ints:
     """The positions of all runs: start, start + 1, ... of each."""
     offsets: Ints = np.arange(query_start[-1]) + np.repeat(starts - query_start[:-1], lengths)
     return offsets
+
+
+def _after_images(
+    scheduled: tuple[ScheduledSequence, ...], positions: Ints, query_start: Ints
+) -> Ints:
+    """The positions for rotations: images before a token may move it (M-RoPE)."""
+    if not any([item.sequence.request.images for item in scheduled]):
+        return positions
+    moved = positions.copy()
+    for index, item in enumerate(scheduled):
+        run = moved[query_start[index] : query_start[index + 1]]
+        images = item.sequence.request.images
+        if images and item.start >= images[-1].span.end:
+            run += images[-1].shift
+            continue
+        shift = 0
+        for image in images:
+            run[max(0, image.span.end - item.start) :] += image.shift - shift
+            shift = image.shift
+    return moved
 
 
 def _logits_rows(scheduled: tuple[ScheduledSequence, ...], query_start: Ints) -> Ints:

@@ -17,6 +17,7 @@ from headrace_common.sampling.params import SamplingParams
 from ..core.attention_backend import LayerCache
 from ..core.config import EngineConfig, SleepLevel
 from ..core.errors import ConfigError
+from ..core.images import ImageLimits
 from ..core.request import EngineRequest, Sequence
 from ..core.start_phases import OnPhase, ignore_phase
 from ..core.step_plan import PendingStep, SampleRow, ScheduledSequence, SchedulerOutput, StepResult
@@ -28,6 +29,7 @@ from ..lora.adapters import Adapters, LoadedAdapter
 from ..models.base import ForwardBatch
 from ..models.draft_heads.target import HeadTarget
 from ..models.placed_model import PlacedModel
+from ..models.vision.image_reader import ImageReader
 from ..sampling.logprobs import score_prompts
 from ..sampling.pooler import Pooler
 from ..sampling.random_sampling import make_random_sampler
@@ -41,6 +43,7 @@ from .input_batch import StepBatch, build
 from .lora_runtime import ANY, LoRARuntime
 from .shared_folder import share_kv_cache
 from .sleep import Sleep
+from .vision_runtime import VisionRuntime
 
 logger = logging.getLogger(__name__)
 
@@ -84,6 +87,7 @@ class ModelRunner:
         self._recorded = False
         self._transfer = Transfer(placed.device)
         self._lora = LoRARuntime.of(config, placed, self._transfer)
+        self._vision = VisionRuntime.of(config, placed)
         self._executor = executor or make_executor(placed.device, clock)
         self._last: Step | None = None
         self.draft_head = self._make_draft_head()
@@ -109,6 +113,16 @@ class ModelRunner:
     def adapters(self) -> Adapters | None:
         """The LoRA adapters that requests may use; None if LoRA is off."""
         return None if self._lora is None else self._lora.adapters
+
+    @property
+    def image_limits(self) -> ImageLimits | None:
+        """How many images a prompt may have; None if the model reads none."""
+        return None if self._vision is None else self._vision.limits
+
+    @property
+    def image_reader(self) -> ImageReader | None:
+        """Makes the images of requests, in any thread; None if the model reads none."""
+        return None if self._vision is None else self._vision.reader
 
     def read_adapter(self, folder: Path) -> LoadedAdapter:
         """Reads and checks an adapter, in any thread. Raises CheckpointError, ConfigError."""
@@ -177,6 +191,7 @@ class ModelRunner:
                 self._transfer,
                 future_tokens,
                 self._placed.layout,
+                images=self._vision is not None,
             )
 
     def _launch(self, step: Step) -> None:
@@ -193,6 +208,8 @@ class ModelRunner:
             step.take_inputs()
             if self._lora is not None:
                 batch = self._lora.extend(scheduler_output, batch)
+            if self._vision is not None:
+                batch = self._vision.extend(scheduler_output, batch)
             if self._pooler is not None:
                 step.embeddings = self._embed(self._pooler, scheduler_output, batch.forward)
                 return
@@ -318,7 +335,7 @@ class ModelRunner:
     def _profile(self) -> int:
         """Runs the largest step: the whole token budget, all sequences sampling, with drafts.
 
-        Returns the bytes that CUDA graphs are going to need.
+        Returns the bytes that CUDA graphs and encoded images are going to need.
         """
         speculation = self._config.speculative_config
         drafts = 0 if speculation is None else speculation.num_speculative_tokens
@@ -331,7 +348,7 @@ class ModelRunner:
         self.execute(self._dummy_step(sequences, length, blocks, drafts, lora))
         graphs = measure_graphs(self._recorder) if self._caches else 0  # an encoder has no cache
         self._caches, self._model_caches = (), ()
-        return graphs
+        return graphs + (0 if self._vision is None else self._config.encoder_cache_bytes)
 
     @property
     def _recorder(self) -> DecodeRecorder:

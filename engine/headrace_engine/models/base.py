@@ -15,15 +15,32 @@ from ..lora.batch import LoRABatch
 
 
 @dataclass(frozen=True, slots=True)
+class VisionRows:
+    """The V rows of a batch that are parts of images.
+
+    rows        int64 [V]
+    embeddings  [levels, V, hidden size]  the first replaces the token's own, the others are added
+                                          to what the first layers return.
+    positions   int64 [3, V]              frame, row and column, for rotations with M-RoPE.
+    """
+
+    rows: torch.Tensor
+    embeddings: torch.Tensor
+    positions: torch.Tensor
+
+
+@dataclass(frozen=True, slots=True)
 class ForwardBatch:
     """One ragged batch on the device: T tokens, of which R rows sample.
 
     input_ids   int64 [T]
-    positions   int64 [T]   position of each token in its own sequence.
+    positions   int64 [T]   position of each token in its own sequence. After images it may be
+                            less than the number of tokens before (M-RoPE).
     logits_rows int64 [R]   tokens whose logits are wanted.
     lora                    the adapters of its rows; None: no row has one.
     layers                  each layer's metadata, where not all have the same blocks.
     states                  the recurrent states of its sequences; None: the model has none.
+    vision                  its rows in images; None: no row is in one.
     """
 
     input_ids: torch.Tensor
@@ -33,6 +50,7 @@ class ForwardBatch:
     lora: LoRABatch | None = None
     layers: tuple[AttentionMetadata, ...] = ()
     states: StateBatch | None = None
+    vision: VisionRows | None = None
 
     def metadata_of(self, layer: int) -> AttentionMetadata:
         return self.layers[layer] if self.layers else self.metadata

@@ -7,6 +7,7 @@ tensor; gpt-oss with gates and ups interleaved.
 """
 
 import re
+from collections.abc import Container
 from dataclasses import dataclass
 
 import torch
@@ -51,6 +52,12 @@ _GPT_OSS = {".mlp.gate.": ".mlp.router."}
 _LLAMA4 = {".mlp.gate.": ".feed_forward.router.", ".mlp.": ".feed_forward."}
 _STACKED = {"gate_proj": "gate_up_proj", "up_proj": "gate_up_proj", "down_proj": "down_proj"}
 _EXPERT = re.compile(r"(.*\.mlp\.experts)\.(\d+)\.(gate_proj|up_proj|down_proj)\.(weight|bias)$")
+
+_PREFIX, _EMBEDDING = "model.", "embed_tokens.weight"
+# Where multimodal checkpoints keep their decoder: instead of the names' own prefix, or before it,
+# where the head is in the same part.
+_INSTEAD = ("model.language_model.", _PREFIX)
+_BEFORE = "language_model."
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,10 +105,14 @@ class Piece:
 
 
 class TensorLayout:
-    """The layout of all layers of one checkpoint."""
+    """The layout of all layers of one checkpoint. `stored` are the names in its files, where the
+    decoder of a multimodal model is looked for."""
 
-    def __init__(self, config: ModelConfig) -> None:
-        self._layout, self._text_part = config.layout, config.text_part
+    def __init__(self, config: ModelConfig, stored: Container[str] = ()) -> None:
+        self._layout = config.layout
+        self._instead, self._before = _PREFIX, ""
+        if config.multimodal:
+            self._find_text_part(stored)
         self._experts, self._hidden = config.experts, config.hidden_size
         q, kv = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
         inner = config.intermediate_size
@@ -113,6 +124,19 @@ class TensorLayout:
             "gate_proj": (gate_up[0], 0, inner, gate_up[1]),
             "up_proj": (gate_up[0], inner, 2 * inner, gate_up[1]),
         }
+
+    def _find_text_part(self, stored: Container[str]) -> None:
+        found = [prefix for prefix in _INSTEAD if prefix + _EMBEDDING in stored]
+        if found:
+            self._instead = found[0]
+        else:
+            self._before = _BEFORE
+
+    def _in_text_part(self, name: str) -> str:
+        """The name of a decoder's tensor in the files of the whole model."""
+        if self._instead != _PREFIX and name.startswith(_PREFIX):
+            return self._instead + name.removeprefix(_PREFIX)
+        return self._before + name
 
     def locate(self, name: str) -> Piece:
         """Where the tensor with Llama's name `name` is stored."""
@@ -131,7 +155,7 @@ class TensorLayout:
             return Piece(f"{head}.block_sparse_moe.{tail}")
         for usual, stored in _RENAMED.get(self._layout, {}).items():
             name = name.replace(usual, stored)
-        return Piece(self._text_part + name)
+        return Piece(self._in_text_part(name))
 
     def _merged(self, name: str) -> Piece:
         found = _MERGED[self._layout].match(name)
@@ -146,7 +170,7 @@ class TensorLayout:
         stored = name if found is None else f"{found[1]}.{_STACKED[found[3]]}"
         for usual, other in renamed.items():
             stored = stored.replace(usual, other)
-        stored = self._text_part + stored
+        stored = self._in_text_part(stored)
         if found is None or experts is None:
             return Piece(stored)
         gated, inner = found[3] != "down_proj", experts.intermediate_size

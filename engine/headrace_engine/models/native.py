@@ -2,7 +2,7 @@
 torch."""
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Container
 from dataclasses import replace
 from functools import partial
 
@@ -54,7 +54,7 @@ def load(checkpoint: Checkpoint, options: LoadOptions) -> LoadedModel:
     config = ModelConfig.from_hf(checkpoint)
     if options.shard is not None:
         config = place_experts(config, options.shard)
-    rope, dummy = config.rope, options.load_format == "dummy"
+    rope = config.rope
     if options.draft_head is not None and options.hidden_states:
         raise ConfigError(
             f"speculative_config is given, but {checkpoint.folder} is an embedding model, which "
@@ -63,11 +63,13 @@ def load(checkpoint: Checkpoint, options: LoadOptions) -> LoadedModel:
     length = pick_context(
         options.positions, config.max_position_embeddings, rope.rope_type, rope.parameters
     )
-    layout = TensorLayout(config)
+    dummy = options.load_format == "dummy"
+    stored_names = scan(checkpoint.folder) if config.multimodal and not dummy else {}
+    layout = TensorLayout(config, stored_names)
     if options.draft_head is not None:
         _check_head(options.draft_head, checkpoint, config, layout)
-    if config.text_part and not dummy:
-        config = _with_stored_head(config, checkpoint, layout)
+    if stored_names:
+        config = _with_stored_head(config, stored_names, layout)
     if options.cache_dtype is not None and not dummy:
         config = _with_kv_scales(config, checkpoint, layout)
     stored = find_format(checkpoint, options.quantization, options.device)
@@ -161,11 +163,11 @@ def _random_reader(
 
 
 def _with_stored_head(
-    config: ModelConfig, checkpoint: Checkpoint, layout: TensorLayout
+    config: ModelConfig, stored: Container[str], layout: TensorLayout
 ) -> ModelConfig:
     """Corrects whether the output matrix is tied: a multimodal config.json may contradict itself,
     the files are right."""
-    tied = layout.locate(HEAD).stored not in scan(checkpoint.folder)
+    tied = layout.locate(HEAD).stored not in stored
     return replace(config, tie_word_embeddings=tied)
 
 

@@ -18,6 +18,7 @@ from ..lora.shapes import LayerShapes
 from ..operators.base import Ops
 from .base import CausalModel, KVShape
 from .draft_heads.base import DraftHead
+from .vision.tower import VisionTower
 
 
 class PeerRanks(Protocol):
@@ -65,7 +66,7 @@ class PlacedModel:
     `peers` have the other parts of the model; None if this process has all of it. `cache_dtype` is
     the dtype of stored KV; None means `dtype`. `lora_shapes` are the layers that adapters may
     change; None if adapters are off. `draft_head` proposes drafts; the layers of its KV cache
-    follow the model's, in the same blocks.
+    follow the model's, in the same blocks. `tower` encodes images; None: the model reads none.
     """
 
     model: CausalModel
@@ -81,6 +82,7 @@ class PlacedModel:
     cache_dtype: torch.dtype | None = None
     lora_shapes: tuple[LayerShapes, ...] | None = None
     draft_head: DraftHead | None = None
+    tower: VisionTower | None = None
 
     @property
     def kv_shapes(self) -> tuple[KVShape, ...]:

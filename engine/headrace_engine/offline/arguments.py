@@ -38,7 +38,8 @@ class Ignored:
 Meaning = Renamed | Fixed | Ignored
 
 _OFF = (None, False)
-NO_MEDIA = "images, audio and video are not supported: send text"
+NO_MEDIA = "audio and video are not supported: send text and images"
+_NO_FETCH = "images are given as PIL images or as data: URLs"
 _TASKS = {
     "pooling": "embed",
     "embedding": "embed",
@@ -83,7 +84,7 @@ VLLM_ARGUMENTS: Mapping[str, Meaning] = {
     "num_lookahead_slots": Fixed((None, 0), "use speculative_config"),
     "num_scheduler_steps": Fixed((None, 1), "leave it out: async_scheduling hides the scheduler"),
     "fully_sharded_loras": Fixed(_OFF, "leave it out"),
-    "default_mm_loras": Fixed((None,), NO_MEDIA),
+    "default_mm_loras": Fixed((None,), "name the adapter in lora_request"),
     "calculate_kv_scales": Fixed(_OFF, "scales come from the checkpoint"),
     "convert": Fixed((None, "auto", "none"), "use task='embed'"),
     "rope_scaling": Fixed((None,), _ROPE),
@@ -114,10 +115,11 @@ VLLM_ARGUMENTS: Mapping[str, Meaning] = {
     "additional_config": Fixed((None,), "leave it out"),
     "otlp_traces_endpoint": Fixed((None,), "headrace engine traces; an LLM does not"),
     "collect_detailed_traces": Fixed((None,), "headrace engine traces; an LLM does not"),
-    "limit_mm_per_prompt": Fixed((None,), NO_MEDIA),
-    "mm_processor_kwargs": Fixed((None,), NO_MEDIA),
-    "allowed_local_media_path": Fixed((None, ""), NO_MEDIA),
-    "allowed_media_domains": Fixed((None,), NO_MEDIA),
+    "mm_processor_kwargs": Fixed(
+        (None,), "images are read as preprocessor_config.json says: leave it out"
+    ),
+    "allowed_local_media_path": Fixed((None, ""), _NO_FETCH),
+    "allowed_media_domains": Fixed((None,), _NO_FETCH),
 }
 
 # vLLM's names of values of the engine's own arguments; the other values stay as they are.

@@ -27,12 +27,13 @@ from .embeddings import (
     scored,
 )
 from .engine_args import EngineArgs
+from .images import read_parts
 from .llm_engine import LLMEngine
 from .loaded_model import DEFAULT_TENANT, RequestOptions
 from .metrics import Metric, metrics_of
 from .outputs import RequestOutput
 from .prompts import Prompt as Prompt
-from .prompts import ReadPrompt, listed, read_prompt, text_messages
+from .prompts import ReadPrompt, listed, read_prompt
 from .prompts import TextPrompt as TextPrompt
 from .prompts import TokensPrompt as TokensPrompt
 from .sampling_params import RequestOutputKind, SamplingParams
@@ -140,23 +141,26 @@ class LLM:
     ) -> list[RequestOutput]:
         """Answers one conversation or a list of them, through the checkpoint's chat template.
 
-        `chat_template` is the text of another template. Contents are texts or lists of parts of
-        text. Raises ConfigError if there is no template, RequestError for other parts.
+        `chat_template` is the text of another template. Contents are texts or lists of parts: text,
+        `image_url` (a data: URL) and `image_pil`. Raises ConfigError if there is no template,
+        RequestError for other parts.
         """
         tokenizer = self.get_tokenizer()
+        read = [read_parts(conversation) for conversation in _conversations(messages)]
         prompts = [
             tokenizer.chat_ids(
-                text_messages(conversation),
+                conversation,
                 chat_template,
                 tools=tools,
                 variables=chat_template_kwargs,
                 add_generation_prompt=add_generation_prompt,
                 continue_final_message=continue_final_message,
             )
-            for conversation in _conversations(messages)
+            for conversation, _ in read
         ]
         given = [
-            ReadPrompt(tokenizer.decode(ids, skip_special_tokens=False), ids) for ids in prompts
+            ReadPrompt(tokenizer.decode(ids, skip_special_tokens=False), ids, images=images)
+            for ids, (_, images) in zip(prompts, read, strict=True)
         ]
         options = _request_options(len(given), None, DEFAULT_TENANT, None, lora_request)
         return self._run(given, sampling_params, use_tqdm, options)

@@ -22,6 +22,7 @@ from ..structured_output.compiler import GrammarCompiler
 from ..structured_output.thinking_budgets import ThinkingBudgets
 from .engine_args import EngineArgs
 from .hf_overrides import OverriddenCheckpoint
+from .images import ImagePrompts
 from .outputs import CompletionOutput, RequestOutput
 from .prompts import ReadPrompt
 from .request import RunningRequest
@@ -70,6 +71,7 @@ class LoadedModel:
         self.runner = ModelRunner(self.config)
         self.runner.warm_up()
         self.engine = Engine(self.config, self.runner, policy)
+        self._images = ImagePrompts(self._checkpoint, self.tokenizer, self.runner.image_reader)
         self._random = random.Random(self.config.seed)  # noqa: S311  sampling, not secrets
         self._grammars: GrammarCompiler | None = None
         self._thinking: ThinkingBudgets | None = None
@@ -114,7 +116,11 @@ class LoadedModel:
         """
         held = as_offline(params)
         self._check(held)
-        token_ids = self._cut(prompt.token_ids, held)
+        salt = self._salt(options.tenant, prompt.cache_salt)
+        token_ids, images = self._images.expand(prompt.token_ids, prompt.images, salt)
+        if images and held.truncate_prompt_tokens is not None:
+            raise RequestError("truncate_prompt_tokens cannot cut a prompt with images")
+        token_ids = self._cut(token_ids, held)
         now = time.monotonic()
         request = EngineRequest(
             request_id=request_id,
@@ -127,7 +133,8 @@ class LoadedModel:
             priority=options.priority,
             deadline=now + options.timeout,
             tenant=options.tenant,
-            cache_salt=self._salt(options.tenant, prompt.cache_salt),
+            cache_salt=salt,
+            images=images,
             lora=self._adapt(options.lora),
         )
         choices = [CompletionOutput(index) for index in range(held.n)]

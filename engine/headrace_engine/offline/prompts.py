@@ -1,53 +1,58 @@
 """Prompts of the offline API, in vLLM's forms."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, NotRequired, TypedDict
+from typing import TYPE_CHECKING, Any, NotRequired, TypedDict
 
 from ..core.errors import ConfigError, RequestError
-from .arguments import NO_MEDIA
+from .images import read_images
 from .tokenizer import ChatTokenizer
+
+if TYPE_CHECKING:
+    from PIL.Image import Image
 
 
 class TextPrompt(TypedDict):
-    """A text. Prompts with different `cache_salt` share no cached prefixes."""
+    """A text. Prompts with different `cache_salt` share no cached prefixes. `multi_modal_data` is
+    {"image": image}, or a list of images; the prompt has a placeholder for each."""
 
     prompt: str
     cache_salt: NotRequired[str]
+    multi_modal_data: NotRequired[Mapping[str, Any]]
 
 
 class TokensPrompt(TypedDict):
-    """Token ids; `prompt` may be their text, for the output. `cache_salt` as in TextPrompt."""
+    """Token ids; `prompt` may be their text, for the output. Other fields as in TextPrompt."""
 
     prompt_token_ids: list[int]
     prompt: NotRequired[str]
     cache_salt: NotRequired[str]
+    multi_modal_data: NotRequired[Mapping[str, Any]]
 
 
 Prompt = str | TextPrompt | TokensPrompt
 
-_NAMES = frozenset({"prompt", "prompt_token_ids", "cache_salt"})
+_NAMES = frozenset({"prompt", "prompt_token_ids", "cache_salt", "multi_modal_data"})
 # Fields that vLLM has and Headrace refuses, with what to use.
 UNSUPPORTED_PROMPT = {
-    "multi_modal_data": NO_MEDIA,
-    "multi_modal_uuids": NO_MEDIA,
-    "mm_processor_kwargs": NO_MEDIA,
+    "multi_modal_uuids": "images are known by their contents: leave it out",
+    "mm_processor_kwargs": "images are read as preprocessor_config.json says: leave it out",
     "prompt_embeds": "send prompt or prompt_token_ids",
     "encoder_prompt": "models with an encoder and a decoder are not supported",
     "decoder_prompt": "models with an encoder and a decoder are not supported",
     "token_type_ids": "leave it out",
 }
-# Parts of a chat message that are text.
-_TEXT_PARTS = frozenset({"text", "input_text", "output_text"})
 
 
 @dataclass(frozen=True, slots=True)
 class ReadPrompt:
-    """A prompt's tokens, and its text if it has one."""
+    """A prompt's tokens, and its text if it has one. Each of `images` has one placeholder among the
+    tokens."""
 
     text: str | None
     token_ids: list[int]
     cache_salt: str = ""
+    images: tuple["Image", ...] = ()
 
 
 def read_prompt(
@@ -67,42 +72,19 @@ def read_prompt(
     if not isinstance(salt, str):
         raise RequestError(f"cache_salt must be a text, not {salt!r:.60}")
     text = prompt.get("prompt")
+    data = prompt.get("multi_modal_data")
+    images = () if data is None else read_images(data)
     if prompt.get("prompt_token_ids") is not None:
-        return ReadPrompt(text, list(prompt["prompt_token_ids"]), salt)
+        return ReadPrompt(text, list(prompt["prompt_token_ids"]), salt, images)
     if not isinstance(text, str):
         raise _not_a_prompt(prompt)
     if tokenizer is None:
         raise ConfigError("skip_tokenizer_init is set: send prompt_token_ids instead of a text")
-    return ReadPrompt(text, tokenizer.encode(text, add_special_tokens=special), salt)
+    return ReadPrompt(text, tokenizer.encode(text, add_special_tokens=special), salt, images)
 
 
 def listed(prompts: Any) -> list[Any]:
     return [prompts] if isinstance(prompts, str | Mapping) else list(prompts)
-
-
-def text_messages(conversation: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
-    """Messages whose contents are texts: parts of text are joined with line breaks, as in vLLM.
-
-    Raises RequestError for a part that is not text.
-    """
-    return [
-        {**message, "content": _joined(message["content"])}
-        if isinstance(message.get("content"), list)
-        else message
-        for message in conversation
-    ]
-
-
-def _joined(parts: Sequence[Any]) -> str:
-    texts = []
-    for part in parts:
-        kind = part.get("type") if isinstance(part, Mapping) else "text"
-        if kind not in _TEXT_PARTS:
-            raise RequestError(
-                f"messages: a part of type {kind!r:.60} is not supported: send text only"
-            )
-        texts.append(str(part["text"]) if isinstance(part, Mapping) else str(part))
-    return "\n".join(texts)
 
 
 def _check_names(prompt: Mapping[str, Any]) -> None:

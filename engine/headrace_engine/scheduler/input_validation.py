@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from headrace_common.sampling.params import SamplingError
 
 from ..core.errors import RequestError
+from ..core.images import ImageLimits
 from ..core.kv_cache_groups import KVGroups
 from ..core.pooler_config import PoolerConfig
 from ..core.request import EngineRequest
@@ -18,7 +19,7 @@ class Limits:
 
     With `num_host_blocks` 0 nothing is swapped. `bytes_per_block` is for statistics. A model with
     `pooler` makes embeddings, others generate. `kv_groups` are the groups of its layers. `adapters`
-    are the names of adapters that requests may use.
+    are the names of adapters that requests may use. `images` is None if the engine reads none.
     """
 
     num_blocks: int
@@ -31,6 +32,7 @@ class Limits:
     pooler: PoolerConfig | None = None
     kv_groups: KVGroups = KVGroups()
     adapters: Container[str] = ()
+    images: ImageLimits | None = None
 
     @property
     def capacity(self) -> int:
@@ -51,6 +53,7 @@ def check_request(request: EngineRequest, limits: Limits) -> None:
     _check_resume(request, limits)
     _check_tokenizer(request)
     _check_adapter(request, limits)
+    _check_images(request, limits)
     try:
         request.params.check_vocabulary(limits.vocab_size)
     except SamplingError as error:
@@ -84,6 +87,27 @@ def _check_adapter(request: EngineRequest, limits: Limits) -> None:
     if request.lora is not None and request.lora not in limits.adapters:
         raise RequestError(
             f"lora {request.lora!r:.80} is not an adapter of this engine: name it in lora_modules"
+        )
+
+
+def _check_images(request: EngineRequest, limits: Limits) -> None:
+    images = [image.span for image in request.images]
+    if not images:
+        return
+    if limits.images is None:
+        raise RequestError("this engine reads no images: send text only")
+    if len(images) > limits.images.images:
+        raise RequestError(
+            f"the prompt has {len(images)} images, but limit_mm_per_prompt is "
+            f"{limits.images.images}: send fewer"
+        )
+    if images[-1].end >= len(request.prompt_token_ids):
+        raise RequestError("the prompt ends with an image: send text after it")
+    most = max(span.length for span in images)
+    if most > limits.images.tokens:
+        raise RequestError(
+            f"an image has {most} tokens, but there is room for {limits.images.tokens} encoded "
+            "ones: send a smaller image or raise encoder_cache_bytes"
         )
 
 

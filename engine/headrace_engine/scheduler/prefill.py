@@ -7,6 +7,7 @@ sequence preempt a running one.
 from ..core.request import Sequence, State
 from ..core.step_plan import ScheduledSequence
 from ..kv_cache.kv_cache_manager import Copies
+from .encoder_cache import EncoderCache
 from .preemption import Preemption
 from .prefix_tiers import PrefixTiers
 from .request_queue import Key, LazyHeap, Queue
@@ -23,8 +24,8 @@ class PrefillScheduler:
     """Schedules the prompts of one scheduler.
 
     With `whole_prompts`, prompts are not split into chunks: one that exceeds the budget of a step
-    gets a step of its own. `prefix_hits` and `prefix_misses` count tokens of sequences when they
-    start first.
+    gets a step of its own. `encoder` decides about images; None: the model reads none.
+    `prefix_hits` and `prefix_misses` count tokens of sequences when they start first.
     """
 
     def __init__(
@@ -36,6 +37,7 @@ class PrefillScheduler:
         *,
         tiers: PrefixTiers | None = None,
         whole_prompts: bool = False,
+        encoder: EncoderCache | None = None,
     ) -> None:
         self._state = state
         self._kv = state.kv
@@ -45,6 +47,7 @@ class PrefillScheduler:
         self._tiers = tiers
         self._watermark = watermark
         self._whole_prompts = whole_prompts
+        self._encoder = encoder
         self.prefix_hits = 0
         self.prefix_misses = 0
 
@@ -150,6 +153,8 @@ class PrefillScheduler:
         if scored:
             budget = min(budget, MAX_SCORED - sum(item.scores for item in scheduled))
         end = self._kv.fit(sequence, self._until_fork(sequence, min(known, start + budget)))
+        if self._encoder is not None and sequence.request.images and end > start:
+            end = self._encoder.reach(sequence.request.images, start, end)
         if end <= start:
             return 0
         self._kv.extend(sequence, end, copies)

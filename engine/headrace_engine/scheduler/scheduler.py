@@ -25,6 +25,7 @@ from ..kv_cache.kv_cache_manager import Copies, KVCacheManager, unused_slots
 from ..kv_cache.shared_kv_cache import SharedKVCache
 from .async_scheduling import advance
 from .buffered_outputs import BufferedOutputs
+from .encoder_cache import EncoderCache
 from .input_validation import Limits, check_request
 from .lora_stats import LoRAStats, lora_stats
 from .policies import Policy
@@ -87,6 +88,7 @@ class Scheduler:
         self._swapping = None if host is None else Swapping(self._state, host, self._costs)
         self._tiers = self._make_tiers(config, shared)
         self._preemption = Preemption(self._state, self._swapping, self._watermark)
+        self._encoder = _make_encoder_cache(config, limits)
         self._prefill = PrefillScheduler(
             self._state,
             self._preemption,
@@ -94,6 +96,7 @@ class Scheduler:
             self._watermark,
             tiers=self._tiers,
             whole_prompts=limits.pooler is not None and limits.pooler.bidirectional,
+            encoder=self._encoder,
         )
         self._buffered = BufferedOutputs(self._state, limits)
         self._prefill_budget = PrefillBudget(config.itl_target, self._costs)
@@ -234,6 +237,9 @@ class Scheduler:
             shared_hit_tokens=0 if tiers is None else tiers.shared_hits,
             swap_seconds=0.0 if swapping is None else swapping.seconds,
             shared=None if tiers is None or tiers.shared is None else tiers.shared.stats(),
+            images_encoded=0 if self._encoder is None else self._encoder.encoded,
+            encoder_cache_queries=0 if self._encoder is None else self._encoder.queries,
+            encoder_cache_hits=0 if self._encoder is None else self._encoder.hits,
         )
 
     def add(self, request: EngineRequest) -> list[SequenceOutput]:
@@ -344,8 +350,9 @@ class Scheduler:
         moves = NO_MOVES if swapping is None else swapping.take()
         states = self.kv_cache.state
         zeroed = () if states is None else states.take_zeroed()
+        images = NO_MOVES if self._encoder is None else self._encoder.finish_step()
         return SchedulerOutput(
-            tuple(scheduled), tuple(copies), tokens, *moves, prefill, ahead, zeroed, saves
+            tuple(scheduled), tuple(copies), tokens, *moves, prefill, ahead, zeroed, saves, *images
         )
 
     def _save_only(self) -> SchedulerOutput | None:
@@ -567,6 +574,13 @@ class Scheduler:
             phase[follower] = None
         group.followers.clear()
         group.leader = None
+
+
+def _make_encoder_cache(config: EngineConfig, limits: Limits) -> EncoderCache | None:
+    if limits.images is None:
+        return None
+    budget = config.max_num_encoder_input_tokens or config.max_num_batched_tokens
+    return EncoderCache(limits.images.tokens, budget)
 
 
 def _logprobs(tokens: tuple[SampledToken, ...]) -> tuple[TokenLogprobs, ...] | None:

@@ -63,7 +63,7 @@ class ModelSource:
 class ModelRegistration:
     """One model's entry in the registry, with the names of its LoRA `adapters`.
 
-    `files` were just read from `source`, and serve the first entry. For `holds` see
+    `files` were just read from `source`, and serve the first entry. For `holds` and `images` see
     RegisteredModel. `clock` returns Unix seconds.
     """
 
@@ -78,6 +78,7 @@ class ModelRegistration:
         files: CheckpointFiles | None = None,
         adapters: Sequence[str] = (),
         holds: bool = False,
+        images: bool = False,
         clock: Callable[[], float] = time.time,
         sleep: Callable[[float], Awaitable[object]] = asyncio.sleep,
     ) -> None:
@@ -89,6 +90,7 @@ class ModelRegistration:
         self._files = files
         self._adapters = tuple(adapters)
         self._holds = holds
+        self._images = images
         self._clock = clock
         self._sleep = sleep
         self._registered = False
@@ -128,6 +130,7 @@ class ModelRegistration:
             owner=self._owner,
             adapters=self._adapters,
             holds=self._holds,
+            images=self._images,
         )
         known = await self._registry.registered(self._name)
         entry = entry.since(known)

@@ -11,7 +11,7 @@ from functools import partial
 from itertools import count
 from typing import Any
 
-from headrace_common.errors import BackendUnavailable, FailureCode
+from headrace_common.errors import BackendUnavailable, FailureCode, RequestFailed
 from headrace_common.protocol.base import Beat, EngineQueue, EngineStatus, Lease, Outcome, Verdict
 from headrace_common.wire.messages import (
     Cancel,
@@ -33,6 +33,7 @@ from ..core.outputs import SequenceOutput
 from ..core.request import EngineRequest
 from ..engine.engine_loop import EngineLoop
 from .grammar_compilation import GrammarCompilation
+from .image_reading import ImageReading
 from .leased_request import LeasedRequest
 from .metrics import EngineMetrics
 from .reply_writer import ReplyWriter, retry
@@ -60,6 +61,7 @@ class RequestTracker:
         queue: EngineQueue,
         loop: EngineLoop,
         compilation: GrammarCompilation,
+        images: ImageReading,
         reply_writer: ReplyWriter,
         metrics: EngineMetrics,
         status: Callable[[int], EngineStatus],
@@ -71,6 +73,7 @@ class RequestTracker:
         self._queue = queue
         self._loop = loop
         self._compilation = compilation
+        self._images = images
         self._reply_writer = reply_writer
         self._metrics = metrics
         self._status = status
@@ -154,16 +157,21 @@ class RequestTracker:
         request = leased.engine_request()
         self._by_engine_key[request.request_id] = leased
         leased.meter.start(leased.tokens)
-        if request.params.structured_outputs is None:
+        if request.params.structured_outputs is None and not leased.request.images:
             self._start(leased, request)
         else:
-            self._spawn(leased, self._compile_and_start(leased, request))
+            self._spawn(leased, self._complete_and_start(leased, request))
 
-    async def _compile_and_start(self, leased: LeasedRequest, request: EngineRequest) -> None:
+    async def _complete_and_start(self, leased: LeasedRequest, request: EngineRequest) -> None:
+        """Compiles the request's grammar and reads its images first."""
         try:
-            request = await self._compilation.complete(request)
+            if request.params.structured_outputs is not None:
+                request = await self._compilation.complete(request)
+            request = await self._images.complete(leased.request, request)
         except RequestError as error:
             self._fail(leased, FailureCode.INVALID, str(error))
+        except RequestFailed as error:
+            self._fail(leased, error.failure, str(error))
         else:
             self._start(leased, request)
 

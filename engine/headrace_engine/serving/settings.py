@@ -156,6 +156,20 @@ class EngineSettings(BaseSettings):
         description='speculative decoding, as JSON: {"method": "ngram"} or {"model": "<smaller '
         'checkpoint>"}; docs/speculative-decoding.md',
     )
+    limit_mm_per_prompt: dict[str, int] = Field(
+        default_factory=dict,
+        description='the most images of a prompt, as JSON: {"image": 4}; 0 loads no vision tower; '
+        "default: 999; docs/models.md",
+    )
+    encoder_cache_memory: ByteSize = Field(
+        ByteSize(2**28), gt=0, description="memory for the embeddings of images, such as 1GiB"
+    )
+    max_num_encoder_input_tokens: int | None = Field(
+        None,
+        ge=1,
+        description="tokens of images that a step encodes, if it encodes several; default: "
+        "max_num_batched_tokens",
+    )
     enable_lora: bool = Field(False, description="serve LoRA adapters; docs/lora.md")
     lora_modules: dict[str, str] = Field(
         default_factory=dict,
@@ -371,6 +385,9 @@ class EngineSettings(BaseSettings):
             speculative_config=None
             if self.speculative_config is None
             else SpeculativeConfig.of(self.speculative_config),
+            limit_mm_per_prompt=self.limit_mm_per_prompt,
+            encoder_cache_bytes=self.encoder_cache_memory,
+            max_num_encoder_input_tokens=self.max_num_encoder_input_tokens,
             enable_lora=self.enable_lora,
             lora_modules=self.lora_modules,
             lora_experts=self.lora_experts,

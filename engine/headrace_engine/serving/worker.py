@@ -31,10 +31,12 @@ from ..core.stats import SchedulerStats
 from ..engine.engine import Engine
 from ..engine.engine_loop import EngineLoop
 from ..kv_cache.memory_budget import available_memory
+from ..models.vision.image_reader import ImageReader
 from ..structured_output.compiler import GrammarCompiler
 from .adapter_loading import AdapterLoading
 from .debug_pages import DebugPages
 from .grammar_compilation import GrammarCompilation
+from .image_reading import ImageReading
 from .memory_guard import MemoryGuard
 from .metrics import EngineMetrics
 from .model_registration import ModelRegistration
@@ -113,6 +115,7 @@ class Worker:
         adapters: AdapterLoading | None = None,
         turns: TurnTaking | None = None,
         phases: StartPhases | None = None,
+        image_reader: ImageReader | None = None,
     ) -> None:
         self._config = config
         self._queue = queue
@@ -142,6 +145,7 @@ class Worker:
         self._reply_writer = ReplyWriter(queue)
         checks = GrammarChecks(config.grammar_bounds, LocalRefusedGrammars())
         self._compilation = GrammarCompilation(grammars, checks, self._metrics.compiled)
+        self._images = ImageReading(queue, image_reader)
         self._serving = False
         self._reaped_at = -math.inf
         self._gone_since: dict[str, float] = {}
@@ -154,6 +158,7 @@ class Worker:
             queue=queue,
             loop=self._loop,
             compilation=self._compilation,
+            images=self._images,
             reply_writer=self._reply_writer,
             metrics=self._metrics,
             status=self._status,
@@ -256,6 +261,7 @@ class Worker:
             await asyncio.gather(*tasks, return_exceptions=True)
             await self._tracker.close()
             await self._compilation.close()
+            self._images.close()
             if self._snapshots is not None:
                 await self._snapshots.close()
         self._loop.stop()

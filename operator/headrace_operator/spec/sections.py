@@ -190,6 +190,12 @@ class EngineSettingsSpec(SpecSection):
     """Share of blocks kept free at admission."""
     speculative_config: Opaque | None = None
     """Speculative decoding: method ngram, or a smaller checkpoint as model."""
+    limit_mm_per_prompt: Opaque | None = None
+    """The most images of a prompt, as image: 4; 0 loads no vision tower."""
+    encoder_cache_memory: Bytes | None = None
+    """Bytes for the embeddings of images, as 1GiB."""
+    max_num_encoder_input_tokens: int | None = Field(None, ge=1)
+    """Tokens of images that a step encodes, if it encodes several."""
     task: Literal["auto", "generate", "embed"] | None = None
     """Whether the model generates or embeds; auto asks the checkpoint."""
     pooler_config: Opaque | None = None

@@ -10,13 +10,21 @@ from headrace_common.structured.structured import StructuredOutputError, Structu
 from ..errors import invalid
 from ..models.models import ServedModel
 from ..openai.opaque_reasoning import UnreadableReasoning, unseal
-from ..openai.transcript import Role, Transcript
+from ..openai.transcript import Role, Transcript, joined, text_part
 from ..parsing.chat_output import Tooling, tooling
 from ..parsing.template_variables import thinking_variables, with_effort
-from ..schemas.chat_messages import Message, function_tool, named_tool
+from ..schemas.chat_messages import (
+    ImagePart,
+    Message,
+    TextPart,
+    function_tool,
+    image_part,
+    named_tool,
+)
 from ..schemas.structured_fields import refused
 from .schemas import (
     CountTokensRequest,
+    ImageBlock,
     MessageParam,
     MessagesRequest,
     NamedToolChoice,
@@ -108,15 +116,18 @@ def _structured(body: MessagesRequest) -> StructuredOutputsParams | None:
 
 
 def _add(message: MessageParam, transcript: Transcript, place: str) -> None:
-    texts: list[str] = []
+    parts: list[TextPart | ImagePart] = []
     for index, block in enumerate(message.content):
         match block:
             case TextBlock() if message.role != "assistant":
-                texts.append(block.text)
+                parts.append(text_part(block.text))
+            case ImageBlock() if message.role == "user":
+                parts.append(_image(block, f"{place}.content[{index}]"))
             case TextBlock():
                 transcript.answer(block.text)
             case ToolResultBlock() if message.role == "user":
-                transcript.result(block.tool_use_id, _text(block.content))
+                where = f"{place}.content[{index}].content"
+                transcript.result(block.tool_use_id, joined(_parts(block.content, where)))
             case ThinkingBlock() if message.role == "assistant":
                 transcript.reason(_thought(block))
             case ToolUseBlock() if message.role == "assistant":
@@ -128,9 +139,22 @@ def _add(message: MessageParam, transcript: Transcript, place: str) -> None:
                     f"{where}: a message of the {message.role} cannot contain {block.type}.",
                     param=where,
                 )
-    if texts:
+    if parts:
         role: Role = "system" if message.role == "system" else "user"
-        transcript.say(role, "\n".join(texts))
+        transcript.say(role, joined(parts))
+
+
+def _parts(content: Sequence[TextBlock | ImageBlock], place: str) -> list[TextPart | ImagePart]:
+    return [
+        text_part(block.text)
+        if isinstance(block, TextBlock)
+        else _image(block, f"{place}[{index}]")
+        for index, block in enumerate(content)
+    ]
+
+
+def _image(block: ImageBlock, place: str) -> ImagePart:
+    return image_part(block.source.address, f"{place}.source.{block.source.field}")
 
 
 def _thought(block: ThinkingBlock) -> str:

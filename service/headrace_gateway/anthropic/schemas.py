@@ -58,6 +58,48 @@ class TextBlock(Body):
 _Texts = Annotated[Items[TextBlock], Field(max_length=MAX_PARTS), *_OR_TEXT]
 
 
+class EncodedSource(Body):
+    type: Literal["base64"]
+    media_type: Literal["image/jpeg", "image/png", "image/gif", "image/webp"]
+    data: Text
+
+    @property
+    def address(self) -> str:
+        return f"data:{self.media_type};base64,{self.data}"
+
+    @property
+    def field(self) -> str:
+        """Returns the name of the field with the image."""
+        return "data"
+
+
+class UrlSource(Body):
+    type: Literal["url"]
+    url: Text
+
+    @property
+    def address(self) -> str:
+        return self.url
+
+    @property
+    def field(self) -> str:
+        """Returns the name of the field with the image."""
+        return "url"
+
+
+class ImageBlock(Body):
+    type: Literal["image"]
+    source: Annotated[EncodedSource | UrlSource, Field(discriminator="type")]
+    cache_control: CacheControl | None = None
+
+
+_Results = Annotated[
+    Items[Annotated[TextBlock | ImageBlock, Field(discriminator="type")]],
+    Field(max_length=MAX_PARTS),
+    *_OR_TEXT,
+]
+
+
 class ThinkingBlock(Body):
     """`signature` has the reasoning if the client asked to leave `thinking` out."""
 
@@ -79,14 +121,15 @@ class ToolUseBlock(Body):
 class ToolResultBlock(Body):
     type: Literal["tool_result"]
     tool_use_id: Name
-    content: _Texts = Field(default_factory=list)
+    content: _Results = Field(default_factory=list)
     is_error: StrictBool | None = None
     toolset_name: Annotated[Any, *only(reason=_NO_TOOLSETS)] = None
     cache_control: CacheControl | None = None
 
 
 Block = Annotated[
-    TextBlock | ThinkingBlock | ToolUseBlock | ToolResultBlock, Field(discriminator="type")
+    TextBlock | ImageBlock | ThinkingBlock | ToolUseBlock | ToolResultBlock,
+    Field(discriminator="type"),
 ]
 
 

@@ -7,7 +7,7 @@ import asyncio
 import secrets
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import TracebackType
 
 from starlette.requests import Request
@@ -16,6 +16,7 @@ from headrace_common.errors import BackendUnavailable, FailureCode, RequestFaile
 from headrace_common.sampling.params import MAX_PROMPT_LOGPROB_ENTRIES, SamplingParams
 from headrace_common.sampling.pooling import PoolingParams
 from headrace_common.text.bad_words import with_spelled_bad_words
+from headrace_common.wire.images import ImageSpan, salted_digest
 from headrace_common.wire.messages import GenerateRequest
 
 from ..errors import invalid, too_long
@@ -51,7 +52,8 @@ class Job:
     """The prompts of one HTTP request, with what they share. `sampling` still has its stop strings.
 
     `request_id` is the first prompt's; the other prompts get their own. `pooling` is set if the
-    model makes embeddings of the prompts.
+    model makes embeddings of the prompts. `images` are those of a chat's only prompt; their digests
+    are the hashes of their content, which the tenant's salt replaces in the request.
     """
 
     request_id: str
@@ -61,6 +63,7 @@ class Job:
     tenancy: Tenancy
     trace: Mapping[str, str]
     pooling: PoolingParams | None = None
+    images: Sequence[ImageSpan] = ()
 
     def request(
         self,
@@ -87,7 +90,11 @@ class Job:
             trace=self.trace,
             pooling=self.pooling,
             key=self.tenancy.key,
+            images=tuple(map(self._salted, self.images)),
         )
+
+    def _salted(self, image: ImageSpan) -> ImageSpan:
+        return replace(image, digest=salted_digest(image.digest, self.tenancy.cache_salt))
 
 
 class Admission:

@@ -11,6 +11,7 @@ from ..models.models import ServedModel
 from ..openai.prompt_echo_options import PromptEchoOptions
 from ..parsing.output import PLAIN, OutputForm
 from ..resumable.stored_requests import RequestSnapshot, request_body
+from .prompts import Prompt
 
 # Operations that have another name in OpenTelemetry.
 _MEASURED_AS: Mapping[str, str] = {"responses": "chat", "messages": "chat"}
@@ -39,15 +40,15 @@ def measured_as(operation: str) -> str:
 class Call:
     """An operation to run.
 
-    `encode` makes the prompts' token ids; it takes time, and raises an error for a prompt that is
-    refused. `form` says how the output is parsed. With `stored`, the request is stored even without
-    a header that asks for it. With `shows_ids`, the answer has the token ids. `prompt_echo` says
-    which other data of the prompts it has.
+    `encode` makes the prompts; it takes time, and raises an error for a prompt that is refused.
+    `form` says how the output is parsed. With `stored`, the request is stored even without a header
+    that asks for it. With `shows_ids`, the answer has the token ids. `prompt_echo` says which other
+    data of the prompts it has.
     """
 
     model: ServedModel
     sampling: SamplingParams
-    encode: Callable[[], Awaitable[list[list[int]]]]
+    encode: Callable[[], Awaitable[list[Prompt]]]
     form: OutputForm = PLAIN
     include_usage: bool = False
     shows_ids: bool = False

@@ -16,6 +16,7 @@ from headrace_common.wire.messages import GenerateRequest
 
 from ..anthropic.errors import named_at
 from ..errors import REQUEST_NAME, invalid
+from ..images.intake import ImageIntake
 from ..limits.rate_limits import RateLimited, RateLimits
 from ..limits.tenants import Caller, tenancy_of
 from ..limits.work import Result, Work
@@ -36,7 +37,7 @@ from .admission import Admission, Job, tokenizing_limit
 from .constraints import Constraints
 from .generation_response import Exchange, GenerationResponse, queued
 from .operations import Call, Operation, measured_as
-from .prompts import ChatOptions, PromptEncoder
+from .prompts import ChatOptions, Prompt, PromptEncoder
 from .rendering import Rendering
 from .resumable_response import ResumableCall, ResumableRequests, queue_id_of
 
@@ -60,6 +61,7 @@ class Pipeline:
     resumable: ResumableRequests
     constraints: Constraints
     rendering: Rendering
+    images: ImageIntake
     rate_limits: RateLimits | None = None
     history: RequestHistory | None = None
     caller: Caller | None = None
@@ -67,7 +69,7 @@ class Pipeline:
 
     @property
     def prompts(self) -> PromptEncoder:
-        return PromptEncoder(self.work, self.rendering)
+        return PromptEncoder(self.work, self.rendering, self.images)
 
     @property
     def tenant(self) -> str:
@@ -84,8 +86,8 @@ class Pipeline:
         options: ChatOptions,
         *,
         left_free: int | None = None,
-    ) -> list[list[int]]:
-        """Returns the token ids of a conversation's prompt.
+    ) -> list[Prompt]:
+        """Returns a conversation's prompt.
 
         Leaves out first turns that do not fit beside `left_free` further tokens, unless None.
         """
@@ -97,15 +99,16 @@ class Pipeline:
 
     async def completion_prompts(
         self, model: ServedModel, prompt: object, *, add_special_tokens: bool, max_prompts: int
-    ) -> list[list[int]]:
-        """Returns the token ids of a completion's prompts."""
-        return await self.prompts.completion(
+    ) -> list[Prompt]:
+        """Returns a completion's prompts."""
+        found = await self.prompts.completion(
             model,
             prompt,
             add_special_tokens=add_special_tokens,
             max_prompts=max_prompts,
             context=await self.admission.context(model),
         )
+        return list(map(Prompt, found))
 
     def observe(
         self,
@@ -184,8 +187,8 @@ class Pipeline:
         `charged`."""
 
         async def read() -> tuple[int, int]:
-            ids = await self.prompts.chat(model, messages, options)
-            return len(ids), len(ids)
+            prompt = await self.prompts.chat(model, messages, options)
+            return len(prompt), len(prompt)
 
         return await self.charged(request, read)
 
@@ -276,12 +279,13 @@ async def _job(
 ) -> Job:
     tenancy = tenancy_of(caller, body)  # a refusal here comes before the prompts are encoded
     prompts = await call.encode()
-    model, prompt = call.model, prompts[0]
+    model, prompt = call.model, prompts[0].token_ids
     sampling = at_prompt(call.sampling, call.form, model.tokenizer, prompt, model.chat_template)
     return Job(
         request_id=request_id,
         model=model,
-        prompts=prompts,
+        prompts=[each.token_ids for each in prompts],
+        images=prompts[0].images,
         sampling=limit_thinking(sampling, call.form, model.tokenizer, prompt),
         tenancy=tenancy,
         trace=trace,

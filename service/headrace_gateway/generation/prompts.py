@@ -4,24 +4,27 @@ Long texts are tokenised in threads (the tokenizer releases the interpreter's lo
 request does not delay the streams of others.
 """
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
 import pydantic_core
 
+from headrace_common.images.layout import ImageFormat, PlaceholderMismatch, expand
 from headrace_common.text.chat_template import ChatTemplate
 from headrace_common.text.long_text import PIECE_CHARS, NoCut
+from headrace_common.wire.images import ImageSpan
 
 from ..errors import invalid, too_long
+from ..images.intake import ImageIntake, ReadImage
 from ..limits.budget import Budget
 from ..limits.json_shape import TOO_COMPLEX, check_shape
 from ..limits.work import Work, check_wanted, size_of
 from ..models.models import ServedModel
 from ..parsing.harmony.header import is_harmony
 from ..parsing.harmony.messages import described, writable
-from ..schemas.chat_messages import Message
+from ..schemas.chat_messages import ImagePart, Message, TextPart
 from .rendering import Rendering
 
 # The cost of a message, of a part of one, or of a call, in characters.
@@ -42,12 +45,24 @@ class ChatOptions:
     tools: Sequence[Mapping[str, Any]] | None = None
 
 
+@dataclass(frozen=True, slots=True)
+class Prompt:
+    """A chat's prompt. Its images are named by their content; see Job."""
+
+    token_ids: list[int]
+    images: tuple[ImageSpan, ...] = ()
+
+    def __len__(self) -> int:
+        return len(self.token_ids)
+
+
 class PromptEncoder:
     """Makes token ids. Raises ApiError for a prompt that no engine can run, whatever its length."""
 
-    def __init__(self, work: Work, rendering: Rendering) -> None:
+    def __init__(self, work: Work, rendering: Rendering, images: ImageIntake) -> None:
         self._work = work
         self._rendering = rendering
+        self._images = images
 
     async def chat(
         self,
@@ -55,8 +70,24 @@ class PromptEncoder:
         messages: Sequence[Message],
         options: ChatOptions,
         context: int | None = None,
+    ) -> Prompt:
+        """Returns a chat's prompt. Refuses early what is surely longer than `context` tokens."""
+        sources = list(_image_sources(messages))
+        if not sources:
+            return Prompt(await self._token_ids(model, messages, options, context))
+        form = _image_format(model, sources[0][0])
+        images = await self._images.read(sources, self._work)
+        ids = await self._token_ids(model, messages, options, context)
+        return await self._work.run(len(ids), partial(_with_images, form, ids, images))
+
+    async def _token_ids(
+        self,
+        model: ServedModel,
+        messages: Sequence[Message],
+        options: ChatOptions,
+        context: int | None,
     ) -> list[int]:
-        """Returns a chat's token ids. Refuses early what is surely longer than `context` tokens."""
+        """Returns the token ids of a chat, with one token for each image."""
         size = _chat_size(messages, options)
         if not model.rendered_in_worker:
             return await self._work.run(size, partial(_chat, model, messages, options, context))
@@ -135,7 +166,7 @@ def _chat_size(messages: Sequence[Message], options: ChatOptions) -> int:
         size += OBJECT_CHARS + len(message.reasoning_content or message.reasoning or "")
         content = message.content
         if isinstance(content, list):
-            size += sum(OBJECT_CHARS + len(part.text) for part in content)
+            size += sum(OBJECT_CHARS + len(_text_of(part)) for part in content)
         else:
             size += len(content or "")
         for call in message.tool_calls or ():
@@ -171,7 +202,7 @@ def _protected(
     tools = options.tools
     if is_harmony(source):
         plain, tools = writable(plain), described(tools)
-    size = sum(len(message["content"] or "") for message in plain)
+    size = sum(_length(message["content"]) for message in plain)
     _check_size(model, size, context)
     inputs = {"messages": plain, "tools": tools, "variables": options.variables}
     chat = {
@@ -309,16 +340,14 @@ def _plain_message(message: Message, *, developer: bool) -> dict[str, Any]:
 
     Text parts are joined before special tokens are looked for, so that two parts cannot form one.
     """
-    content = message.content
-    if isinstance(content, list):
-        content = "\n".join(part.text for part in content)
+    content = _plain_content(message.content)
     reasoning = message.reasoning_content or message.reasoning
     if content is None:
         content = message.refusal
     if content is None and message.tool_calls is None:
         content = ""  # otherwise templates would write None
     role = "system" if message.role == "developer" and not developer else message.role
-    fields = message.model_dump(exclude_none=True, exclude={"reasoning", "refusal"})
+    fields = message.model_dump(exclude_none=True, exclude={"content", "reasoning", "refusal"})
     plain = {**fields, "role": role, "content": content}
     if reasoning is not None:
         plain["reasoning_content"] = reasoning
@@ -335,6 +364,72 @@ def _plain_message(message: Message, *, developer: bool) -> dict[str, Any]:
             for call in message.tool_calls
         ]
     return plain
+
+
+def _plain_content(
+    content: str | Sequence[TextPart | ImagePart] | None,
+) -> str | list[dict[str, str]] | None:
+    """Returns a content as templates know it: one text, or parts if some are images."""
+    if content is None or isinstance(content, str):
+        return content
+    parts: list[dict[str, str]] = []
+    for part in content:
+        if isinstance(part, ImagePart):
+            parts.append({"type": "image"})
+        elif parts and parts[-1]["type"] == "text":
+            parts[-1]["text"] += "\n" + part.text
+        else:
+            parts.append({"type": "text", "text": part.text})
+    if all(part["type"] == "text" for part in parts):
+        return "".join(part["text"] for part in parts)
+    return parts
+
+
+def _text_of(part: TextPart | ImagePart) -> str:
+    return part.text if isinstance(part, TextPart) else ""
+
+
+def _length(content: str | Sequence[Mapping[str, str]] | None) -> int:
+    """Counts the characters of a content as templates know it."""
+    if content is None or isinstance(content, str):
+        return len(content or "")
+    return sum(len(part.get("text", "")) for part in content)
+
+
+def _image_sources(messages: Sequence[Message]) -> Iterator[tuple[str, str]]:
+    """Yields the name of the field and the URL of each image of a chat."""
+    for index, message in enumerate(messages):
+        if isinstance(message.content, list):
+            for number, part in enumerate(message.content):
+                if isinstance(part, ImagePart):
+                    place = f"messages[{index}].content[{number}]"
+                    yield part.named(place), part.image_url.url
+
+
+def _image_format(model: ServedModel, name: str) -> ImageFormat:
+    if model.images is None:
+        raise invalid(
+            f"{name}: an image is not supported: the model {model.name} reads text only.",
+            param=name,
+            code="unsupported_parameter",
+        )
+    return model.images
+
+
+def _with_images(form: ImageFormat, ids: Sequence[int], images: Sequence[ReadImage]) -> Prompt:
+    """Puts the tokens of the images in their places."""
+    layouts = [(image.data.content, image.layout(form)) for image in images]
+    try:
+        expanded, spans = expand(form.placeholder, ids, layouts)
+    except PlaceholderMismatch as error:
+        raise invalid(
+            "messages: the model's chat template shows no image in a message of this role: "
+            f"{error}.",
+            param="messages",
+            code="chat_template_error",
+        ) from error
+    placed = zip(spans, images, strict=True)
+    return Prompt(expanded, tuple(replace(span, data=image.data) for span, image in placed))
 
 
 def _check_arguments(messages: Sequence[Message]) -> None:

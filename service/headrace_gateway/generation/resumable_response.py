@@ -130,6 +130,8 @@ class ResumableRequests:
         fresh = self._fresh(resumable_call)
         stored = await self.stored.keep(fresh, resume, resumable_call.kind)
         admits = stored.name == fresh.name
+        if admits:
+            stored = fresh  # which has the bytes of its images
         stored_call = StoredCall(stored, model, observation, headers, admits=admits)
         accept: Accept = partial(self.stored.open, stored, model, fresh=admits)
         if resume.last_event_id is not None:

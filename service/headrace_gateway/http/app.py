@@ -38,6 +38,8 @@ from ..generation.pipeline import Pipeline
 from ..generation.rendering import Rendering
 from ..generation.resumable_response import ResumableRequests
 from ..generation.scoring import RerankRequest, ScoreRequest
+from ..images.fetching import Fetcher
+from ..images.intake import ImageIntake, ImageLimits
 from ..limits.api_keys import KeyFile
 from ..limits.connections import most_connections, tenant_share
 from ..limits.rate_limits import RateLimits
@@ -176,8 +178,9 @@ def create_app(settings: GatewaySettings, deps: AppDependencies) -> FastAPI:
             _observe(metrics, deps, stores)
             grammars = _grammars(settings, deps, metrics)
             rendering = Rendering()
+            images = _images(settings)
             services = _services(
-                settings, deps, executor, metrics, grammars, rendering, stores, page
+                settings, deps, executor, metrics, grammars, rendering, images, stores, page
             )
             leader: BatchLeader | None = None
             if deps.storage is not None and stores is not None:
@@ -203,6 +206,7 @@ def create_app(settings: GatewaySettings, deps: AppDependencies) -> FastAPI:
                 await services.pipeline.rate_limits.close()
             await grammars.close()
             await rendering.close()
+            await images.close()
 
     modules = (*ROUTES, console) if settings.console else ROUTES
     app = FastAPI(
@@ -274,6 +278,7 @@ def _services(
     metrics: GatewayMetrics,
     grammars: GrammarChecks,
     rendering: Rendering,
+    images: ImageIntake,
     stores: TenantStores | None,
     page: Mapping[str, PageFile],
 ) -> Services:
@@ -307,6 +312,7 @@ def _services(
         ),
         constraints=Constraints(grammars),
         rendering=rendering,
+        images=images,
         rate_limits=rate_limits,
         history=deps.history,
     )
@@ -336,6 +342,19 @@ def _services(
         supervisor=deps.supervisor,
         keys_on=deps.keys is not None,
         adapter_control=deps.adapter_control,
+    )
+
+
+def _images(settings: GatewaySettings) -> ImageIntake:
+    return ImageIntake(
+        ImageLimits(
+            images=settings.max_images,
+            image_bytes=int(settings.max_image_bytes),
+            pixels=settings.max_image_pixels,
+            held_bytes=int(settings.max_held_image_bytes),
+            workers=settings.image_workers,
+        ),
+        Fetcher(settings.allowed_media_domains, int(settings.max_image_bytes)),
     )
 
 

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from headrace_common.errors import SettingsError
+from headrace_common.images.formats import read_image_format
 from headrace_common.protocol.registry import Files, RegisteredModel, digest_of
 from headrace_common.text.chat_template import ChatTemplateError, find_chat_template
 from headrace_common.text.checkpoint import CheckpointFiles, is_cross_encoder, read_files
@@ -47,6 +48,7 @@ def load_registered(
         created=model.created,
         embedding_size=_hidden_size(files.json("config.json")),
         scores_pairs=is_cross_encoder(files.json("config.json")),
+        images=read_image_format(files, tokenizer) if model.images else None,
         system_fingerprint=_fingerprint(files),
         registered=True,
     )
@@ -62,6 +64,7 @@ def _static(
         tokenizer = Tokenizer.from_files(files)
         chat_template = find_chat_template(files, tokenizer)
         config = files.json("config.json")
+        images = read_image_format(files, tokenizer)
     except (TokenizerError, ChatTemplateError, OSError) as error:
         raise SettingsError(f"model {name!r}: {error}") from error
     return ServedModel(
@@ -72,6 +75,7 @@ def _static(
         created=int(time.time()),
         embedding_size=_hidden_size(config),
         scores_pairs=is_cross_encoder(config),
+        images=images,
         system_fingerprint=_fingerprint(files),
     )
 

@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import Protocol
 
+from headrace_common.images.layout import ImageFormat
 from headrace_common.text.chat_template import ChatTemplate
 from headrace_common.text.tokenizer import Tokenizer
 
@@ -24,7 +25,8 @@ class ServedModel:
     `scores_pairs` says that it is a cross-encoder. `parent` is the base model of a LoRA adapter,
     else None; `lora_version` is set if that was loaded while engines served. `system_fingerprint`
     tells clients when the model has changed. `alias_of` is the model's own name if it is listed
-    under an alias. `registered`: its files came from an engine, which may be a stranger's.
+    under an alias. `images` says how it reads images; None if it reads none. `registered`: its
+    files came from an engine, which may be a stranger's.
     """
 
     name: str
@@ -35,6 +37,7 @@ class ServedModel:
     usual_model_len: int | None = None
     embedding_size: int | None = None
     scores_pairs: bool = False
+    images: ImageFormat | None = None
     parent: str | None = None
     lora_version: str | None = None
     system_fingerprint: str | None = None

@@ -3,12 +3,13 @@
 All items of an assistant between two other messages become one message.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
-from ..schemas.chat_messages import FunctionCall, Message, ToolCall
+from ..schemas.chat_messages import FunctionCall, ImagePart, Message, TextPart, ToolCall
 
 Role = Literal["system", "developer", "user"]
+Parts = str | list[TextPart | ImagePart]
 
 
 class Transcript:
@@ -25,9 +26,9 @@ class Transcript:
         self._close()
         self._messages += [Message.model_validate(message) for message in messages]
 
-    def say(self, role: Role, text: str) -> None:
+    def say(self, role: Role, content: Parts) -> None:
         self._close()
-        self._messages.append(Message(role=role, content=text))
+        self._messages.append(Message(role=role, content=content))
 
     def reason(self, text: str) -> None:
         if self._texts or self._calls:
@@ -43,9 +44,9 @@ class Transcript:
         function = FunctionCall(name=name, arguments=arguments)
         self._calls.append(ToolCall(id=call_id, function=function))
 
-    def result(self, call_id: str, text: str) -> None:
+    def result(self, call_id: str, content: Parts) -> None:
         self._close()
-        self._messages.append(Message(role="tool", tool_call_id=call_id, content=text))
+        self._messages.append(Message(role="tool", tool_call_id=call_id, content=content))
 
     def messages(self) -> list[Message]:
         self._close()
@@ -67,3 +68,13 @@ class Transcript:
             )
         )
         self._reasoning, self._texts, self._calls = [], [], []
+
+
+def joined(parts: Sequence[TextPart | ImagePart]) -> Parts:
+    """Returns parts as a message has them: as one text if there is no image."""
+    texts = [part.text for part in parts if isinstance(part, TextPart)]
+    return "\n".join(texts) if len(texts) == len(parts) else list(parts)
+
+
+def text_part(text: str) -> TextPart:
+    return TextPart(type="text", text=text)

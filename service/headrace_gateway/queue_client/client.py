@@ -178,6 +178,8 @@ class GenerationClient:
             unclear = not isinstance(error, HeadraceError) or isinstance(error, BackendUnavailable)
             if unclear and not generation.shared:
                 self._in_background(self._abandon(generation))  # perhaps only the reply was lost
+            if not isinstance(error, RequestConflict):  # then the id is another request's
+                self._drop_images(generation)
             raise
         if not generation.ended:
             self._follow(generation)
@@ -221,6 +223,8 @@ class GenerationClient:
         if timer := self._deadlines.pop(rid, None):
             timer.cancel()
         self._stop_following()
+        if not self._late.has_left(rid):
+            self._drop_images(generation)
         self._late.ended(rid, self._now())
         self._remember_given(generation)
 
@@ -229,6 +233,20 @@ class GenerationClient:
         if self._history is not None and generation is not None:
             self._history.forget(generation.request)
         self._late.left(request_id, self._now())
+
+    def _drop_images(self, generation: Generation) -> None:
+        """Lets the queue drop the images that only this request needs."""
+        if generation.request.images:
+            self._in_background(self._drop_stored(generation.request))
+
+    async def _drop_stored(self, request: GenerateRequest) -> None:
+        try:
+            await self.queue.drop_images(request)
+        except BackendUnavailable as error:
+            logger.warning(
+                "redis unavailable, images are stored until the request's deadline",
+                extra={"request_id": request.request_id, "error": str(error)},
+            )
 
     async def _abandon(self, generation: Generation) -> None:
         """Takes a request out of the queue.

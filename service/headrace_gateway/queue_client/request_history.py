@@ -5,6 +5,7 @@ It holds no prompt or output. Requests of a tenant, tenants and events are limit
 
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 from headrace_common.errors import FailureCode
@@ -40,7 +41,7 @@ class Timeline:
     def __init__(
         self, request: GenerateRequest, arbiter: Arbiter, clock: Callable[[], float]
     ) -> None:
-        self._request = request
+        self._request = replace(request, images=())  # images are not kept after its end
         self._arbiter = arbiter
         self._clock = clock
         self.path: str | None = None if request.pooling is None else _EMBEDDINGS

@@ -101,6 +101,51 @@ class TextPart(Body):
     prompt_cache_breakpoint: FreeObject | None = None
 
 
+class ImageUrl(Body):
+    """`detail` has no effect: the model's own processor decides the size."""
+
+    url: Text
+    detail: Literal["auto", "low", "high", "original"] | None = None
+
+
+class ImagePart(Body):
+    """An image for models that read images."""
+
+    type: Literal["image_url"]
+    image_url: ImageUrl
+    prompt_cache_breakpoint: FreeObject | None = None
+
+    def named(self, place: str) -> str:
+        """Returns the name of the field with the image, for errors; `place` is that of the part."""
+        return f"{place}.image_url.url"
+
+
+class ForeignImagePart(ImagePart):
+    """An image of another API, whose field was called `field`."""
+
+    field: str = Field(exclude=True)
+
+    def named(self, place: str) -> str:
+        return self.field
+
+
+def image_part(url: str, field: str) -> ImagePart:
+    """Returns an image of another API in a chat's form; errors call it `field`."""
+    return ForeignImagePart(type="image_url", image_url=ImageUrl(url=url), field=field)
+
+
+def _part_kind(value: object) -> str:
+    kind = value.get("type") if isinstance(value, dict) else getattr(value, "type", None)
+    return "image part" if kind == "image_url" else "text part"
+
+
+# Their tags are no names of fields, so that errors leave them out.
+Part = Annotated[
+    Annotated[TextPart, Tag("text part")] | Annotated[ImagePart, Tag("image part")],
+    Discriminator(_part_kind),
+]
+
+
 class FunctionCall(Body):
     name: Name
     arguments: Text
@@ -113,8 +158,7 @@ class ToolCall(Body):
 
 
 Content = Annotated[
-    Annotated[Text, Tag("str")]
-    | Annotated[Items[TextPart], Field(max_length=MAX_PARTS), Tag("list")],
+    Annotated[Text, Tag("str")] | Annotated[Items[Part], Field(max_length=MAX_PARTS), Tag("list")],
     BY_FORM,
 ]
 

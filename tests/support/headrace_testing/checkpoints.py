@@ -4,6 +4,7 @@ Small vocabularies and wide initial weights give logits that lie far apart, so t
 has no near-ties. Float32 products of other shapes round differently, which could flip a tie.
 """
 
+import json
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -144,6 +145,28 @@ _QWEN_VISION: dict[str, Any] = {
     "intermediate_size": 16,
     "out_hidden_size": 64,
 }
+_QWEN_VL: dict[str, Any] = {
+    "image_token_id": VOCAB - 1,
+    "video_token_id": VOCAB - 2,
+    "vision_start_token_id": VOCAB - 3,
+    "vision_end_token_id": VOCAB - 4,
+    "tie_word_embeddings": False,
+}
+# A token is 8 x 8 pixels, and an image has at most 64 tokens.
+_QWEN_IMAGES: dict[str, Any] = {
+    "image_processor_type": "Qwen2VLImageProcessor",
+    "patch_size": 4,
+    "merge_size": 2,
+    "temporal_patch_size": 2,
+    "size": {"shortest_edge": 64, "longest_edge": 4096},
+}
+_QWEN_TOWER: dict[str, Any] = {
+    "depth": 3,
+    "hidden_size": 32,
+    "num_heads": 2,
+    "intermediate_size": 48,
+    "patch_size": 4,
+}
 
 
 _LLAMA4: dict[str, Any] = {
@@ -164,11 +187,13 @@ _LLAMA4: dict[str, Any] = {
 @dataclass(frozen=True, slots=True)
 class Shape:
     """The name of a transformers config class, and the options of the tiny model. `renamed` maps
-    what transformers writes into names of tensors to what published files have there."""
+    what transformers writes into names of tensors to what published files have there. `processor`
+    is its preprocessor_config.json, if it reads images."""
 
     config: str
     options: dict[str, Any]
     renamed: dict[str, str] = field(default_factory=dict)
+    processor: dict[str, Any] = field(default_factory=dict)
 
 
 SHAPES: dict[str, Shape] = {
@@ -228,6 +253,70 @@ SHAPES: dict[str, Shape] = {
         {**_GROUPED, "use_sliding_window": True, "sliding_window": 9, "max_window_layers": 1},
     ),
     "qwen3": Shape("Qwen3Config", {**_GROUPED, "head_dim": 32}),
+    "qwen2-vl": Shape(
+        "Qwen2VLConfig",
+        {
+            **_QWEN_VL,
+            "text_config": {
+                **_GROUPED,
+                "rope_parameters": {"rope_type": "default", "mrope_section": [2, 3, 3]},
+            },
+            "vision_config": {
+                "depth": 2,
+                "embed_dim": 32,
+                "hidden_size": 64,
+                "num_heads": 2,
+                "mlp_ratio": 2,
+                "patch_size": 4,
+            },
+        },
+        processor=_QWEN_IMAGES,
+    ),
+    "qwen2.5-vl": Shape(
+        "Qwen2_5_VLConfig",
+        {
+            **_QWEN_VL,
+            "text_config": {
+                **_GROUPED,
+                "rope_parameters": {
+                    "rope_type": "default",
+                    "rope_theta": 10000.0,
+                    "mrope_section": [2, 3, 3],
+                },
+            },
+            "vision_config": {
+                **_QWEN_TOWER,
+                "out_hidden_size": 64,
+                "window_size": 16,
+                "fullatt_block_indexes": [1],
+            },
+        },
+        processor=_QWEN_IMAGES,
+    ),
+    "qwen3-vl": Shape(
+        "Qwen3VLConfig",
+        {
+            **_QWEN_VL,
+            "text_config": {
+                **_GROUPED,
+                "num_hidden_layers": 3,
+                "head_dim": 32,
+                "rope_parameters": {
+                    "rope_type": "default",
+                    "rope_theta": 10000.0,
+                    "mrope_section": [6, 5, 5],
+                    "mrope_interleaved": True,
+                },
+            },
+            "vision_config": {
+                **_QWEN_TOWER,
+                "out_hidden_size": 64,
+                "num_position_embeddings": 36,
+                "deepstack_visual_indexes": [0, 1],
+            },
+        },
+        processor=_QWEN_IMAGES,
+    ),
     "gemma2": Shape(
         "Gemma2Config",
         {
@@ -721,6 +810,8 @@ def save_checkpoint(
     model.save_pretrained(folder, max_shard_size=shard, save_original_format=published)
     if published and SHAPES[name].renamed:
         _rename(folder / "model.safetensors", SHAPES[name].renamed)
+    if SHAPES[name].processor:
+        (folder / "preprocessor_config.json").write_text(json.dumps(SHAPES[name].processor))
     make_tokenizer().save(str(folder / "tokenizer.json"))
     return folder
 

@@ -3,8 +3,12 @@
 from collections.abc import Iterable
 from math import inf
 
+import numpy as np
+
 from headrace_common.sampling.params import SamplingParams
+from headrace_common.wire.images import ImageSpan
 from headrace_engine.core.config import EngineConfig
+from headrace_engine.core.images import PromptImage
 from headrace_engine.core.outputs import SequenceOutput
 from headrace_engine.core.request import EngineRequest, Sequence
 from headrace_engine.kv_cache.kv_cache_manager import KVCacheManager
@@ -86,7 +90,16 @@ def limits_of(runner: FakeRunner) -> Limits:
         bytes_per_block=0 if runner.host_kv_cache is None else runner.host_kv_cache.bytes_per_block,
         kv_groups=runner.kv_groups,
         adapters=runner.adapters,
+        images=runner.image_limits,
     )
+
+
+def prompt_image(name: str, start: int, length: int) -> PromptImage:
+    """An image of a prompt, without what a tower would read."""
+    span = ImageSpan(
+        digest=name.encode().ljust(32), start=start, length=length, grid=(1, 2, 2 * length)
+    )
+    return PromptImage(span, np.empty((0, 0), dtype=np.float32), position=start, shift=0)
 
 
 class Rig:

@@ -182,6 +182,7 @@ class FakeEngine:
         self.queue = queue
         self.active: dict[str, FakeRequest] = {}
         self.token_delay = token_delay
+        self.images: list[bytes] = []  # all that it has read, for each request that names them
         self.script: Callable[[GenerateRequest], Sequence[int]] | None = None  # complete outputs
         self._model = model
         self._slots = slots
@@ -284,9 +285,28 @@ class FakeEngine:
 
     async def _start(self, request: FakeRequest) -> None:
         """Reports that it executes the request, and then does."""
+        if not await self._has_images(request):
+            return
         request.running = True
         await self._persist(lambda: self._beat([request]))
         self._busy.set()
+
+    async def _has_images(self, request: FakeRequest) -> bool:
+        """Reads the request's images; ends the request if the queue has lost one of them."""
+        asked = request.lease.request
+        for image in asked.images:
+            found: bytes | None = None
+
+            async def read(digest: bytes = image.digest) -> None:
+                nonlocal found
+                found = await self.queue.image(asked, digest)
+
+            await self._persist(read)
+            if found is None:
+                self._fail(request, FailureCode.LOST)
+                return False
+            self.images.append(found)
+        return True
 
     # Recovery
 
@@ -296,6 +316,8 @@ class FakeEngine:
             await self._changed.wait()
         states = await self._said_so_far(request)
         if states is None or self.active.get(request.rid) is not request:
+            return
+        if not await self._has_images(request):
             return
         owned = False
 

@@ -20,6 +20,7 @@ import numpy as np
 import numpy.typing as npt
 
 from headrace_engine.core.config import SleepLevel
+from headrace_engine.core.images import ImageLimits
 from headrace_engine.core.kv_cache_groups import KVGroups
 from headrace_engine.core.outputs import SampledToken, TokenLogprobs
 from headrace_engine.core.pooler_config import PoolerConfig
@@ -80,6 +81,7 @@ class FakeRunner:
         self.draft_model: Drafter | None = None
         self.draft_head: DraftingHead | None = None
         self.adapters = frozenset(ADAPTERS)
+        self.image_limits: ImageLimits | None = None
         self.steps: list[SchedulerOutput] = []
         self.sleep_level = 0
         self.shared_kv_cache: SharedKVCache | None = None
@@ -93,6 +95,8 @@ class FakeRunner:
         self._host = np.full((num_host_blocks, block_size, 3), -1, dtype=np.int64)
         # For blocks that hold a state: the block's index within the state, and the value.
         self._states: dict[int, tuple[int, int]] = {}
+        # The tokens of each encoded image.
+        self._encoded: dict[bytes, int] = {}
 
     @property
     def capacity(self) -> int:
@@ -110,6 +114,7 @@ class FakeRunner:
         _copy(self._kv, self._kv, scheduler_output.copies)
         if self.kv_groups.state:
             self._advance_states(scheduler_output)
+        self._encode(scheduler_output)
         for item in scheduler_output.scheduled:
             self._write(item)
         # A device may make these copies at any time during the step.
@@ -283,6 +288,21 @@ class FakeRunner:
                 slot = table[position // self.block_size], position % self.block_size
                 self._kv[slot] = values[position]
 
+    def _encode(self, scheduler_output: SchedulerOutput) -> None:
+        """Checks that the embeddings of every run's images are there, and none too many."""
+        for digest in scheduler_output.dropped:
+            del self._encoded[digest]
+        for image in scheduler_output.encoded:
+            assert image.span.digest not in self._encoded, "an image is encoded twice"
+            self._encoded[image.span.digest] = image.span.length
+        room = 0 if self.image_limits is None else self.image_limits.tokens
+        assert sum(self._encoded.values()) <= room, "too many images are kept"
+        for item in scheduler_output.scheduled:
+            for image in item.sequence.request.images:
+                span, end = image.span, item.start + item.length
+                read = span.start < end and span.end > item.start
+                assert not read or span.digest in self._encoded, "an image is not encoded"
+
     def _advance_states(self, scheduler_output: SchedulerOutput) -> None:
         """Checks the states before the runs and writes those after them, and snapshots."""
         read: dict[int, Sequence] = {}
@@ -440,7 +460,11 @@ def sequence_values(item: ScheduledSequence) -> list[tuple[int, int, int]]:
     """The values of a run and of all positions before it."""
     request = item.sequence.request
     seed = crc32(repr((request.cache_salt, request.lora)).encode())
-    return kv_values([*item.sequence.token_ids, *item.drafts], seed)
+    seen = [*item.sequence.token_ids, *item.drafts]
+    for image in request.images:
+        span = image.span
+        seen[span.start : span.end] = [crc32(span.digest, at) for at in range(span.length)]
+    return kv_values(seen, seed)
 
 
 def kv_values(tokens: Tokens[int], digest: int = 17) -> list[tuple[int, int, int]]:

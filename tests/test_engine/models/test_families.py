@@ -70,6 +70,41 @@ def test_absent_fields_are_as_in_transformers(name: str, tmp_path: Path) -> None
     assert without_parameters(ours) == without_parameters(theirs)
 
 
+@pytest.mark.parametrize("name", ["Qwen2VL", "Qwen2_5_VL", "Qwen3VL"])
+def test_absent_fields_of_the_decoders_of_qwen_vl_are_as_in_transformers(
+    name: str, tmp_path: Path
+) -> None:
+    given = {**SIZES, "hidden_size": 1024}
+    whole = json.loads(
+        getattr(transformers, f"{name}TextConfig")(**given).to_json_string(use_diff=False)
+    )
+    ours, theirs = (
+        read(tmp_path, f"{name}ForConditionalGeneration", {"text_config": fields})
+        for fields in (given, whole)
+    )
+    assert without_parameters(ours) == without_parameters(theirs)
+
+
+def test_old_checkpoints_of_qwen_vl_have_their_decoders_fields_beside_the_others(
+    tmp_path: Path,
+) -> None:
+    given = {**SIZES, "hidden_size": 1024, "rope_theta": 5e6}
+    old = {**given, "rope_scaling": {"type": "mrope", "mrope_section": [16, 24, 24]}}
+    new = {
+        **given,
+        "rope_parameters": {
+            "rope_type": "default",
+            "rope_theta": 5e6,
+            "mrope_section": [16, 24, 24],
+        },
+    }
+    name = "Qwen2_5_VLForConditionalGeneration"
+    ours = read(tmp_path, name, {**old, "model_type": "qwen2_5_vl"})
+    theirs = read(tmp_path, name, {"text_config": new})
+    assert without_parameters(ours) == without_parameters(theirs)
+    assert ours.rope.axes == (0,) * 16 + (1,) * 24 + (2,) * 24
+
+
 @pytest.mark.parametrize(
     ("name", "fields", "message"),
     [
@@ -129,6 +164,11 @@ def test_absent_fields_are_as_in_transformers(name: str, tmp_path: Path) -> None
             "Mistral3ForConditionalGeneration",
             {"text_config": {"model_type": "llama"}},
             r"text_config\.model_type must be one of mistral, ministral3",
+        ),
+        (
+            "Qwen2_5_VLForConditionalGeneration",
+            {"rope_parameters": {"mrope_section": [1, 2, 2]}},
+            r"rope_parameters\.mrope_section must be three whole numbers that add up to 4",
         ),
     ],
 )

@@ -55,6 +55,9 @@ NATIVE = [
     "qwen2",
     "qwen2-window",
     "qwen3",
+    "qwen2-vl",
+    "qwen2.5-vl",
+    "qwen3-vl",
     "gemma",
     "gemma2",
     "gemma3",
@@ -117,7 +120,8 @@ FEW = (
     "smollm3", "olmo2", "olmo3", "granite", "ministral3", "mistral3-multimodal", "glm",
     "glm4", "exaone4", "ernie4_5", "seed_oss", "solar-open", "olmoe",
     "deepseek-v2-lite", "glm-moe-dsa", "glm4-moe-lite", "hunyuan", "hunyuan-moe", "llama4-two",
-    "llama4-multimodal", "kimi-k25-multimodal", "glm-moe-dsa-shared",
+    "llama4-multimodal", "kimi-k25-multimodal", "glm-moe-dsa-shared", "qwen2-vl", "qwen2.5-vl",
+    "qwen3-vl",
 )  # fmt: skip
 
 native_kernels = pytest.mark.skipif("cpu" not in cpu_backends(), reason="no native kernels")

@@ -61,11 +61,11 @@ def test_fields_of_a_prompt_are_never_dropped(name: str, llm: LLM) -> None:
         llm.generate([prompt], use_tqdm=False)
 
 
-def test_parts_of_a_message_that_are_not_text_are_refused(llm: LLM) -> None:
-    image = {"type": "image_url", "image_url": {"url": "x"}}
+def test_parts_of_a_message_that_are_neither_text_nor_image_are_refused(llm: LLM) -> None:
+    audio = {"type": "input_audio", "input_audio": {"data": "x"}}
     text = {"type": "text", "text": "Hello"}
-    with pytest.raises(RequestError, match="a part of type 'image_url' is not supported"):
-        llm.chat([{"role": "user", "content": [text, image]}])
+    with pytest.raises(RequestError, match="a part of type 'input_audio' is not supported"):
+        llm.chat([{"role": "user", "content": [text, audio]}])
     (found,) = llm.chat([{"role": "user", "content": [text, text]}], greedy(), use_tqdm=False)
     assert "Hello\nHello" in str(found.prompt)
 

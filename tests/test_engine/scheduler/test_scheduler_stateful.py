@@ -1,9 +1,9 @@
-"""The scheduler and its blocks under random arrivals, aborts, preemptions, drafts, policies and
-tiers of the prefix cache.
+"""The scheduler and its blocks under random arrivals, aborts, preemptions, drafts, images, policies
+and tiers of the prefix cache.
 
 Hypothesis drives an engine with a pool so small that sequences preempt each other. The fake runner
-checks each step's KV and recurrent states; the invariants check the block counts between steps.
-Time is simulated. Not covered: the real runner.
+checks each step's KV, recurrent states and encoded images; the invariants check the block counts
+between steps. Time is simulated. Not covered: the real runner.
 """
 
 from collections import Counter
@@ -19,6 +19,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from headrace_common.sampling.params import SamplingParams
 from headrace_engine.core.config import EngineConfig
 from headrace_engine.core.errors import RequestError
+from headrace_engine.core.images import ImageLimits, PromptImage
 from headrace_engine.core.kv_cache_groups import KVGroups
 from headrace_engine.core.outputs import SequenceOutput
 from headrace_engine.core.request import EngineRequest, FinishReason, Sequence, State
@@ -26,7 +27,7 @@ from headrace_engine.core.step_plan import SchedulerOutput
 from headrace_engine.engine.step_pipeline import StepPipeline
 from headrace_engine.scheduler.policies import POLICIES, make_policy
 from headrace_engine.scheduler.scheduler import Scheduler
-from headrace_testing.engine import limits_of
+from headrace_testing.engine import limits_of, prompt_image
 from headrace_testing.fake_grammar import fake_grammar
 from headrace_testing.fake_runner import ADAPTERS, FakeRunner, expected_scores
 from headrace_testing.free_blocks import free_blocks
@@ -42,6 +43,11 @@ OPTIONS: dict[str, dict[str, object]] = {
     "deadline": {"margin": 0.5, "horizon": 50.0},
 }
 Choice = tuple[str, int]
+# Different images in the same place, and the same one in different places.
+IMAGES = [
+    prompt_image(name, start, length)
+    for name, start, length in (("a", 2, 4), ("b", 2, 4), ("c", 9, 3), ("c", 12, 3), ("d", 5, 8))
+]
 
 
 class SchedulerMachine(RuleBasedStateMachine):
@@ -74,6 +80,8 @@ class SchedulerMachine(RuleBasedStateMachine):
         pipelined=st.booleans(),
         shared=st.booleans(),
         jobs_a_step=st.sampled_from([None, 1, 0]),
+        image_room=st.sampled_from([None, 4, 9]),
+        image_budget=st.sampled_from([None, 1, 5]),
     )
     def start(
         self,
@@ -95,6 +103,8 @@ class SchedulerMachine(RuleBasedStateMachine):
         pipelined: bool,
         shared: bool,
         jobs_a_step: int | None,
+        image_room: int | None,
+        image_budget: int | None,
     ) -> None:
         self.most_drafts = most_drafts
         if state:  # with layers that keep one window, or all positions
@@ -112,6 +122,8 @@ class SchedulerMachine(RuleBasedStateMachine):
             block_seconds=block_seconds,
             kv_groups=groups,
         )
+        if image_room is not None:
+            self.runner.image_limits = ImageLimits(images=2, tokens=image_room)
         self.jobs_a_step = jobs_a_step
         self.tier: ManualTier | None = None
         if shared and num_host_blocks and window is None:
@@ -125,6 +137,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             watermark=watermark,
             enable_lora=max_loras is not None,
             max_loras=max_loras or 1,
+            max_num_encoder_input_tokens=image_budget,
         )
         self.max_loras = max_loras
         self.pipelined = pipelined
@@ -155,6 +168,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             num_host_blocks=0 if old.host_kv_cache is None else old.host_kv_cache.num_blocks,
             kv_groups=old.kv_groups,
         )
+        self.runner.image_limits = old.image_limits
         self.tier = ManualTier(self.runner, self.tier.store, 1000, most_writing=8)
         self.runner.shared_kv_cache = self.tier.cache
         self.make_scheduler()
@@ -185,6 +199,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         search=st.sampled_from(["", "", "", "best_of", "beams"]),
         structured=st.booleans(),
         lora=st.sampled_from([None, *ADAPTERS]),
+        images=st.lists(st.sampled_from(IMAGES), max_size=2),
     )
     def add(
         self,
@@ -202,6 +217,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         search: str,
         structured: bool,
         lora: str | None,
+        images: list[PromptImage],
     ) -> None:
         prompt = (*SHARED[:shared], *own)
         if len(prompt) + (max_tokens or 6) > min(self.capacity, 60):
@@ -212,6 +228,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             tenant=tenant,
             deadline=self.now + timeout,
             lora=None if self.max_loras is None else lora,
+            images=self.fitting(images, len(prompt)),
         )
         if structured and search != "beams":
             request = replace(request, grammar=self.grammar)
@@ -230,6 +247,15 @@ class SchedulerMachine(RuleBasedStateMachine):
             tokens = request.resume[choice] if request.resume else ()
             self.outputs[request.request_id, choice] = list(tokens)
         self.collect(self.scheduler.add(request))
+
+    def fitting(self, images: list[PromptImage], length: int) -> tuple[PromptImage, ...]:
+        """Those that a prompt may have, in order and apart."""
+        limits, found = self.runner.image_limits, list[PromptImage]()
+        for each in sorted(images, key=lambda image: image.span.start):
+            apart = not found or each.span.start >= found[-1].span.end
+            if limits and each.span.length <= limits.tokens and each.span.end < length and apart:
+                found.append(each)
+        return tuple(found)
 
     def build(
         self,

@@ -8,16 +8,18 @@ from unittest.mock import AsyncMock, Mock, call
 
 import pytest
 
-from headrace_common.errors import BackendUnavailable, FailureCode
+from headrace_common.errors import BackendUnavailable, FailureCode, RequestFailed
 from headrace_common.protocol.base import Beat, EngineQueue, Lease, Verdict
 from headrace_common.protocol.ledger import AttemptUsage
 from headrace_common.sampling.params import SamplingParams
 from headrace_common.structured.structured import StructuredOutputsParams
+from headrace_common.wire.images import ImageSpan
 from headrace_common.wire.messages import (
     Cancel,
     ChoiceState,
     Disown,
     Failed,
+    GenerateRequest,
     Reply,
     Resend,
     Resume,
@@ -25,10 +27,12 @@ from headrace_common.wire.messages import (
     Takeover,
     Tokens,
 )
+from headrace_engine.core.errors import RequestError
 from headrace_engine.core.outputs import SequenceOutput
 from headrace_engine.core.request import EngineRequest, FinishReason
 from headrace_engine.engine.engine_loop import EngineLoop
 from headrace_engine.serving.grammar_compilation import GrammarCompilation
+from headrace_engine.serving.image_reading import ImageReading
 from headrace_engine.serving.leased_request import RequestTimes
 from headrace_engine.serving.metrics import EngineMetrics
 from headrace_engine.serving.reply_writer import ReplyWriter
@@ -46,6 +50,8 @@ class Rig:
         self.queue.resume.return_value = True
         self.loop = Mock(spec=EngineLoop)
         self.compilation = Mock(spec=GrammarCompilation)
+        self.images = Mock(spec=ImageReading)
+        self.images.complete.side_effect = unchanged
         self.writer = Mock(spec=ReplyWriter)
         self.errors: list[BaseException] = []
         self.metrics = Mock(spec=EngineMetrics)
@@ -54,6 +60,7 @@ class Rig:
             queue=self.queue,
             loop=self.loop,
             compilation=self.compilation,
+            images=self.images,
             reply_writer=self.writer,
             metrics=self.metrics,
             status=lambda _: make_status(),
@@ -101,13 +108,23 @@ async def turns() -> None:
         await asyncio.sleep(0)
 
 
+async def unchanged(_: GenerateRequest, request: EngineRequest) -> EngineRequest:
+    return request
+
+
 async def never(_: EngineRequest) -> EngineRequest:
     await asyncio.Event().wait()
     raise AssertionError("unreachable")
 
 
-def lease(request_id: str, *, params: SamplingParams | None = None, **fields: Any) -> Lease:
-    request = make_request(request_id=request_id)
+def lease(
+    request_id: str,
+    *,
+    params: SamplingParams | None = None,
+    images: tuple[ImageSpan, ...] = (),
+    **fields: Any,
+) -> Lease:
+    request = replace(make_request(request_id=request_id), images=images)
     if params is not None:
         request = replace(request, sampling=params)
     return Lease(**{"request": request, "attempt": 1, "gateway_id": "g", **fields})
@@ -267,6 +284,40 @@ async def test_a_request_that_ends_while_its_grammar_compiles_never_runs(rig: Ri
 
     assert rig.failures == [FailureCode.CANCELLED]
     assert rig.runs == [] and not leased.tasks
+
+
+IMAGES = (ImageSpan(digest=b"d" * 32, start=0, length=2, grid=(1, 2, 4)),)
+
+
+async def test_a_request_runs_when_its_images_have_been_read(rig: Rig) -> None:
+    read = asyncio.Event()
+
+    async def when_read(_: GenerateRequest, request: EngineRequest) -> EngineRequest:
+        await read.wait()
+        return request
+
+    rig.images.complete.side_effect = when_read
+    await rig.begin(lease("a", images=IMAGES), lease("b"))
+    assert [run.request_id[0] for run in rig.runs] == ["b"]
+    read.set()
+    await turns()
+    assert [run.request_id[0] for run in rig.runs] == ["b", "a"]
+
+
+@pytest.mark.parametrize(
+    ("error", "failure"),
+    [
+        (RequestError("it is broken"), FailureCode.INVALID),
+        (RequestFailed(FailureCode.LOST, "an image is lost"), FailureCode.LOST),
+    ],
+)
+async def test_a_request_whose_images_cannot_be_read_fails(
+    rig: Rig, error: Exception, failure: FailureCode
+) -> None:
+    rig.images.complete.side_effect = error
+    await rig.begin(lease("a", images=IMAGES))
+    assert rig.failures == [failure]
+    assert rig.runs == []
 
 
 async def test_a_suspect_waits_until_it_is_alone(rig: Rig) -> None:

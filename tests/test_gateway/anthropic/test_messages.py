@@ -37,6 +37,7 @@ WEATHER: ToolParam = {
 }
 CALL = '<tool_call>{"name": "weather", "arguments": {"city": "Paris"}}</tool_call>'
 EVERYTHING = f"<think>I look.</think>Wait.{CALL}"
+IMAGE = {"type": "image", "source": {"type": "url", "url": "http://127.0.0.1/secret"}}
 HI: list[anthropic.types.MessageParam] = [{"role": "user", "content": "Hi"}]
 
 
@@ -213,8 +214,8 @@ async def test_tokens_are_counted(client: AsyncAnthropic, tools: Gateway) -> Non
         ({"max_tokens": 0}, "max_tokens"),
         ({"temperature": -1.0}, "temperature"),
         (
-            {"messages": [{"role": "user", "content": [{"type": "image"}]}]},
-            "messages[0].content[0].type",
+            {"messages": [{"role": "user", "content": [IMAGE]}]},
+            "messages[0].content[0].source.url",
         ),
         (
             {"messages": [{"role": "user", "content": [{"type": "thinking", "thinking": "x"}]}]},

@@ -24,6 +24,7 @@ from headrace_gateway.limits.work import Work, WorkPool
 from headrace_gateway.models.loading import load_registered
 from headrace_gateway.models.models import ServedModel
 from headrace_gateway.schemas.chat_messages import Message
+from headrace_testing.images import image_intake
 
 CHAT = [Message(role="user", content="Hi"), Message(role="assistant", content="Ho")]
 MACRO = "{% macro one(m) %}<{{ m.role }}>{{ m.content }}{% endmacro %}"
@@ -63,12 +64,12 @@ def with_template(model: ServedModel, source: str) -> ServedModel:
 async def test_a_chat_is_the_same_wherever_it_is_rendered(
     model: ServedModel, rendering: Rendering, work: Work
 ) -> None:
-    prompts = PromptEncoder(work, rendering)
+    prompts = PromptEncoder(work, rendering, image_intake())
     here = await prompts.chat(with_template(model, BOUNDED), CHAT, ChatOptions())
     there = await prompts.chat(with_template(model, UNBOUNDED), CHAT, ChatOptions())
 
     assert there == here
-    assert model.tokenizer.decode(here) == "<user>Hi<assistant>Ho"
+    assert model.tokenizer.decode(here.token_ids) == "<user>Hi<assistant>Ho"
 
 
 def test_only_unbounded_templates_of_registered_models_are_rendered_in_a_worker(
@@ -87,7 +88,7 @@ def test_only_unbounded_templates_of_registered_models_are_rendered_in_a_worker(
 async def test_a_too_expensive_template_fails_only_its_own_chat(
     model: ServedModel, rendering: Rendering, work: Work, source: str, reason: str
 ) -> None:
-    prompts = PromptEncoder(work, rendering)
+    prompts = PromptEncoder(work, rendering, image_intake())
 
     with pytest.raises(ChatTemplateError, match=reason):
         await prompts.chat(with_template(model, source), CHAT, ChatOptions())
@@ -100,7 +101,7 @@ async def test_the_error_of_a_chat_template_reaches_the_client(
     refusing = with_template(model, MACRO + "{{ raise_exception('roles must alternate') }}")
 
     with pytest.raises(ChatTemplateError, match="roles must alternate"):
-        await PromptEncoder(work, rendering).chat(refusing, CHAT, ChatOptions())
+        await PromptEncoder(work, rendering, image_intake()).chat(refusing, CHAT, ChatOptions())
 
 
 @pytest.mark.parametrize(

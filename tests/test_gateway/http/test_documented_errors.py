@@ -216,8 +216,8 @@ async def test_chats_that_the_template_does_not_take(
     chat_template = None if template is None else ChatTemplate(template)
     model = replace(services.models.get(MODEL), chat_template=chat_template)
     with ThreadPoolExecutor(1) as executor:
-        rendering = services.pipeline.rendering
-        encoding = PromptEncoder(WorkPool(executor, 1).of(""), rendering).chat(
+        work, pipeline = WorkPool(executor, 1).of(""), services.pipeline
+        encoding = PromptEncoder(work, pipeline.rendering, pipeline.images).chat(
             model, [ChatMessage(role="user", content="Hi")], ChatOptions()
         )
         with pytest.raises(Exception, match=r"template|alternate") as refused:

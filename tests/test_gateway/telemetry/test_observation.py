@@ -19,6 +19,7 @@ from headrace_gateway.models.loading import load_static
 from headrace_gateway.models.models import Models, ServedModel
 from headrace_gateway.settings import GatewaySettings
 from headrace_testing.gateway import MODEL, Gateway, ScriptedEngine, running
+from headrace_testing.images import image_intake
 from headrace_testing.telemetry import SpanMemory
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")
@@ -99,4 +100,5 @@ def served_model(gateway: Gateway) -> ServedModel:
 
 async def encode(executor: Executor, model: ServedModel, text: str) -> list[int]:
     work = WorkPool(executor, 1).of("")
-    return await PromptEncoder(work, Rendering()).text(model, text, add_special_tokens=False)
+    prompts = PromptEncoder(work, Rendering(), image_intake())
+    return await prompts.text(model, text, add_special_tokens=False)

@@ -24,6 +24,7 @@ from ...wire.messages import (
     Control,
     Failed,
     Frame,
+    GenerateRequest,
     Reply,
     decode_request,
     pack_tokens,
@@ -46,6 +47,7 @@ from ..status import encode_status
 from .client.client import Command, RedisClient, backoff
 from .client.connection import Connection, check_backend, translate
 from .framing import frames_of
+from .images import read_image
 from .journal import JournalReader, entry_id
 from .sealing_check import SealingCheck
 from .stream_reader import entries
@@ -122,6 +124,9 @@ class RedisEngineQueue:
         is_held = bool(left) and left[2] >= 0
         self._free_at = time.monotonic() + left[2] / 1000 if is_held else math.inf
         return await self._leases(found, endings)
+
+    async def image(self, request: GenerateRequest, digest: bytes) -> bytes | None:
+        return await read_image(self._connection, request, digest)
 
     async def reap(self, count: int, *, suspects: bool = True) -> Sequence[Lease]:
         shard = self._keys

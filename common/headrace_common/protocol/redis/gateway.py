@@ -48,6 +48,7 @@ from ..status import MAX_STATUS_BYTES, decode_status
 from .client.client import Command, RedisClient
 from .client.connection import Connection, check_backend, translate
 from .depth import depth_of, rate_of
+from .images import RedisImages
 from .journal import JournalReader
 from .queue_position import requests_ahead
 from .sealing_check import SealingCheck
@@ -88,6 +89,7 @@ class RedisGatewayQueue:
         self._ledger = (ledger or LedgerBounds()).field
         self._sealer = connection.sealer
         self._sealing = SealingCheck(connection)
+        self._images = RedisImages(connection)
         self._models = dict.fromkeys(models, False)  # whether their engines know this gateway
 
     async def start(self) -> None:
@@ -115,6 +117,8 @@ class RedisGatewayQueue:
             if seen is not None:
                 await self._keep_shard(request)
             newest = -1 if seen is None else seen
+            if request.images:
+                await self._images.keep(request, None if seen is not None else limits)
             binding = (request.model, request.request_id)
             payload = await sealed(
                 self._sealer, PayloadKind.PAYLOAD, binding, encode_request(request)
@@ -122,6 +126,9 @@ class RedisGatewayQueue:
             where = _placed(placement)
             reply = await self._admit(request, limits, newest, payload, manner, where)
         return await self._admission(request, reply)
+
+    async def drop_images(self, request: GenerateRequest) -> None:
+        await self._images.drop(request)
 
     async def _greet(self, model: str) -> None:
         """Announces the gateway to the engines of a model before its first request for it."""

@@ -22,7 +22,7 @@ from typing import TypeVar
 
 from ...errors import BackendUnavailable
 from ...wire.keys import shard_of
-from ...wire.messages import ChoiceState, Control, Reply
+from ...wire.messages import ChoiceState, Control, GenerateRequest, Reply
 from ..base import Beat, EngineStatus, Lease, Outcome, Progress, ShardQueue, TenantUse
 from ..ledger import AttemptUsage
 
@@ -311,6 +311,9 @@ class ShardedEngineQueue:
 
     def _of(self, request_id: str) -> ShardQueue:
         return self._shards[shard_of(request_id)]
+
+    async def image(self, request: GenerateRequest, digest: bytes) -> bytes | None:
+        return await self._of(request.request_id).image(request, digest)
 
     # Output
 

@@ -66,6 +66,8 @@ _ALL = ROLES
 _STORE = (GATEWAY,)
 KEYS = (
     *(KeyRule(prefix, KeyScope.IN_SHARD, _QUEUE) for prefix in ("q", "r", "p", "j")),
+    KeyRule("im", KeyScope.IN_SHARD, _QUEUE, read_only=True),
+    *(KeyRule(prefix, KeyScope.NOWHERE, _STORE) for prefix in ("ir", "it")),
     *(KeyRule(prefix, KeyScope.SHARD, _QUEUE) for prefix in ("s", "vc", "tw")),
     *(KeyRule(prefix, KeyScope.IN_SHARD, _QUEUE) for prefix in ("vt", "tq", "pl")),
     *(KeyRule(prefix, KeyScope.SHARD, _QUEUE) for prefix in ("w", "dl", "ul")),
@@ -111,7 +113,7 @@ _IN_QUEUES = (
 COMMANDS = {
     GATEWAY: f"{_EVERYBODY} {_IN_QUEUES} xlen hget hgetall hsetnx hstrlen exists pttl "
     "srandmember getrange srem zadd zcard zrem zrange zscore zremrangebyscore rpush lpop lrem "
-    "lpos lindex llen zincrby",
+    "lpos lindex llen zincrby strlen",
     ENGINE: f"{_EVERYBODY} {_IN_QUEUES} hget hgetall hsetnx exists sadd srem zadd zrange zrem "
     "zscore rpush lpop lrem lpos lindex lrange zincrby",
     OPERATOR: f"{_EVERYBODY} hget hgetall hdel hset hsetnx hstrlen del get set srandmember "

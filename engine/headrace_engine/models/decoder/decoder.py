@@ -84,6 +84,9 @@ class Decoder:
 
     def forward(self, batch: ForwardBatch, caches: Sequence[LayerCache]) -> torch.Tensor:
         residual = self._embed(batch.input_ids)
+        if batch.vision is not None:
+            embeddings = batch.vision.embeddings[0].to(residual.dtype)
+            residual.index_copy_(0, batch.vision.rows, embeddings)
         hidden = self._normed(residual, self._layers[0].input_norm)
         hidden, _ = self._run(hidden, residual, batch, caches)
         return self._finished(self._lm_head(hidden))
@@ -97,7 +100,8 @@ class Decoder:
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Runs the layers on the first layer's input `hidden` and the residual stream. Returns the
         rows that sample, after the last norm and before it."""
-        lora, positions = batch.lora, self._positions.lookup(batch.positions)
+        lora, vision = batch.lora, batch.vision
+        positions = self._positions.lookup(batch.positions, vision)
         every = samples_every_row(batch)
         shortcut: torch.Tensor | None = None
         for index, (layer, cache) in enumerate(zip(self._layers, caches, strict=True)):
@@ -122,6 +126,9 @@ class Decoder:
                 output = output + shortcut
             shortcut = None if layer.shortcut is None else layer.shortcut(hidden, None, slots)
             output = self._normed(output, layer.mlp_output_norm)
+            if vision is not None and index + 1 < len(vision.embeddings):
+                added = vision.embeddings[index + 1].to(output.dtype)
+                output = output.index_add(0, vision.rows, added)
             norm = self._norm if last else self._layers[index + 1].input_norm
             hidden, residual = self._add_normed(output, residual, norm)
         return hidden, residual

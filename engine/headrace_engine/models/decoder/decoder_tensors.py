@@ -139,10 +139,12 @@ def ignored_tensors(config: ModelConfig) -> tuple[str, ...]:
     """Names that are not read, and prefixes of such names, which end in a dot.
 
     A tied output matrix may be stored a second time; layers that predict further tokens follow the
-    decoder's own. transformers stores matrices of experts that compute nothing.
+    decoder's own. transformers stores matrices of experts that compute nothing. A vision tower may
+    lie beside a decoder that has no prefix of its own.
     """
     drafts = range(config.num_layers, config.num_layers + config.draft_layers)
-    ignored = ["model.mtp.", "model.mtp_layers.", *(f"model.layers.{index}." for index in drafts)]
+    ignored = ["visual."] if config.multimodal else []
+    ignored += ["model.mtp.", "model.mtp_layers.", *(f"model.layers.{index}." for index in drafts)]
     if config.experts is not None and config.experts.zero:
         unused = range(config.experts.count, config.experts.choices)
         layers = [layer for layer in range(config.num_layers) if config.has_shortcut(layer)]

@@ -32,9 +32,10 @@ class FusedDecoder:
     """A decoder that computes a step in one native call. Weights are packed directly from the
     mapped files. Each step overwrites the logits of the one before.
 
-    The kernels do not support adapters: a step with adapters is computed layer by layer, from the
-    same packed weights. With `taps`, ascending, the residual stream that these layers read follows
-    the logits in each row; then a step needs the rows of all tokens.
+    The kernels do not support adapters and images: a step with adapters, or with rows in images, is
+    computed layer by layer, from the same packed weights. With `taps`, ascending, the residual
+    stream that these layers read follows the logits in each row; then a step needs the rows of all
+    tokens.
     """
 
     def __init__(
@@ -70,7 +71,7 @@ class FusedDecoder:
         return Decoder(self._config, weights, self._positions, self._ops, self._attention)
 
     def forward(self, batch: ForwardBatch, caches: Sequence[LayerCache]) -> torch.Tensor:
-        if batch.lora is not None:
+        if batch.lora is not None or batch.vision is not None:
             return self._layered.forward(batch, caches)
         rows = batch.logits_rows.shape[0]
         logits, layers = self._logits_for(rows), LayerBatches(batch.layers)

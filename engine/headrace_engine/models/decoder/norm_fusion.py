@@ -73,7 +73,8 @@ class NormFusingDecoder(Decoder):
 
     def _can_fuse(self, batch: ForwardBatch) -> bool:
         few = 0 < len(batch.input_ids) <= ROW_BOUNDS[-1]
-        return few and batch.lora is None and samples_every_row(batch)
+        plain = batch.lora is None and batch.vision is None
+        return few and plain and samples_every_row(batch)
 
     def _forward_fused(self, batch: ForwardBatch, caches: Sequence[LayerCache]) -> torch.Tensor:
         eps = self._config.rms_norm_eps

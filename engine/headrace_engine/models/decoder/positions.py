@@ -9,6 +9,7 @@ import torch
 
 from ...checkpoints.config import ModelConfig
 from ...checkpoints.rope import QueryScaling, RopeConfig
+from ..base import VisionRows
 from ..rotary.rotary import RotaryTable
 
 
@@ -50,14 +51,20 @@ class PositionTables:
         used = self._used[layer]
         return None if self._distinct[used] is None else self._tables[used]
 
-    def lookup(self, positions: torch.Tensor) -> list[LayerPositions]:
-        """One entry a layer, for int64 positions [T]."""
+    def lookup(
+        self, positions: torch.Tensor, vision: VisionRows | None = None
+    ) -> list[LayerPositions]:
+        """One entry a layer, for int64 positions [T]. With M-RoPE rows in images are rotated by
+        their three positions."""
         scales = self._query_scales
         scale = None if scales is None else scales.index_select(0, positions)
-        found = [
-            LayerPositions(*table.lookup(positions), scale if scaled else None)
-            for table, scaled in zip(self._tables, self._scaled, strict=True)
-        ]
+        found = []
+        for table, rope, scaled in zip(self._tables, self._distinct, self._scaled, strict=True):
+            cos, sin = table.lookup(positions)
+            if vision is not None and rope is not None and rope.axes:
+                for values, part in zip((cos, sin), table.mixed(vision.positions), strict=True):
+                    values.index_copy_(0, vision.rows, part)
+            found.append(LayerPositions(cos, sin, scale if scaled else None))
         return [found[used] for used in self._used]
 
     def _table(self, rope: RopeConfig | None) -> RotaryTable:

@@ -26,6 +26,8 @@ class RotaryTable:
 
     `longrope` has two sets of factors: the long ones if the table is longer than the original
     context, else the short ones, for all positions alike.
+
+    With M-RoPE each frequency belongs to one of a token's three positions (`axes` of RopeConfig).
     """
 
     def __init__(
@@ -40,6 +42,7 @@ class RotaryTable:
             angles[context:] = beyond.float()[:, None] * stretched
         self._cos = (angles.cos() * scale).to(device)
         self._sin = (angles.sin() * scale).to(device)
+        self._axes = torch.tensor(rope.axes, dtype=torch.int64, device=device)
 
     @classmethod
     def unrotated(cls, dim: int, positions: int, device: torch.device) -> Self:
@@ -53,6 +56,11 @@ class RotaryTable:
     def tables(self) -> tuple[torch.Tensor, torch.Tensor]:
         """(cos, sin) of all positions."""
         return self._cos, self._sin
+
+    def mixed(self, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """(cos, sin), each [V, rotated / 2], of int64 positions [3, V]; M-RoPE only."""
+        chosen = positions.index_select(0, self._axes).T
+        return self._cos.gather(0, chosen), self._sin.gather(0, chosen)
 
     def lookup(self, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """(cos, sin), each [T, rotated / 2], of int64 positions [T]."""

@@ -18,7 +18,7 @@ from ...openai.responses.answer import ID_PREFIX, failed_object, response_object
 from ...openai.responses.items import read_input, read_output
 from ...openai.responses.request import echo_of, sampling_of, tooling_of
 from ...openai.responses.schemas import NOT_IN_RESPONSES, SEALED_REASONING, ResponsesRequest
-from ...openai.transcript import Transcript
+from ...openai.transcript import Transcript, text_part
 from ...parsing.chat_output import Tooling
 from ...parsing.output import OutputForm
 from ...parsing.template_variables import (
@@ -70,7 +70,7 @@ async def create_response(request: Request) -> Response:
     tools = await services.pipeline.off_loop(request, partial(tooling_of, body))
     plan = partial(services.chat_output.plan, model, sampling_of(body), tools)
     form, sampling = await services.pipeline.off_loop(request, plan)
-    history, items = await _conversation(body, request, services)
+    history, items = await _conversation(body, model, request, services)
     echo: dict[str, Any] = {"response": echo_of(body, sampling, stored=stored)}
     if SEALED_REASONING in (body.include or ()):
         echo["seals_reasoning"] = True
@@ -103,7 +103,7 @@ async def count_input_tokens(request: Request, response: Response) -> dict[str, 
     model = await services.models.find(body.model)
     tools = tooling_of(body)
     _, sampling = services.chat_output.plan(model, sampling_of(body), tools)
-    history, _ = await _conversation(body, request, services)
+    history, _ = await _conversation(body, model, request, services)
     messages = _instructed(body.instructions, history.messages())
     options = _options(body, model, sampling, tools)
 
@@ -207,7 +207,7 @@ def _not_found() -> ApiError:
 
 
 async def _conversation(
-    body: ResponsesRequest, request: Request, services: Services
+    body: ResponsesRequest, model: ServedModel, request: Request, services: Services
 ) -> tuple[Transcript, list[dict[str, Any]]]:
     """Returns all messages, earlier and new ones, and the items of the new ones."""
     transcript = Transcript()
@@ -221,7 +221,13 @@ async def _conversation(
             )
         transcript.extend(OutputForm.decode(snapshot.stored.form).echo["history"])
         read_output(snapshot.result["output"], transcript)
-    read = partial(read_input, body.input, transcript, lenient=services.lenient)
+    read = partial(
+        read_input,
+        body.input,
+        transcript,
+        lenient=services.lenient,
+        images=model.images is not None,
+    )
     return transcript, await services.pipeline.off_loop(request, read)
 
 
@@ -232,6 +238,11 @@ def _instructed(instructions: str | None, messages: list[Message]) -> list[Messa
     first, *others = messages
     if first.role not in ("system", "developer"):
         return [Message(role="system", content=instructions), *messages]
+    if isinstance(first.content, list):
+        return [
+            Message(role=first.role, content=[text_part(instructions), *first.content]),
+            *others,
+        ]
     return [Message(role=first.role, content=f"{instructions}\n\n{first.content}"), *others]
 
 

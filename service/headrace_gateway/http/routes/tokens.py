@@ -102,4 +102,4 @@ async def _encode(body: TokenizeRequest, model: ServedModel, services: Services)
         variables=body.chat_template_kwargs,
         tools=tooling(body.tools, None).for_template(),
     )
-    return await services.prompts.chat(model, body.messages, options)
+    return (await services.prompts.chat(model, body.messages, options)).token_ids

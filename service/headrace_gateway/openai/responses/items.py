@@ -1,23 +1,25 @@
 """Turns input items of /v1/responses into chat messages."""
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, Field, Tag
+from pydantic import AfterValidator, Discriminator, Field, Tag
 from pydantic_core import PydanticCustomError
 
 from ...errors import invalid
 from ...limits.fields import FreeObject, Items, Name, Text
-from ...schemas.chat_messages import BY_FORM, MAX_PARTS, Body, only
+from ...schemas import chat_messages
+from ...schemas.chat_messages import BY_FORM, MAX_PARTS, Body, image_part, only
 from ...schemas.completions import MAX_MESSAGES, checked
 from ..opaque_reasoning import UnreadableReasoning, unseal
-from ..transcript import Transcript
+from ..transcript import Parts, Transcript, joined, text_part
 from .schemas import NO_ASYNC_CALLS, NO_CALLS_BY_PROGRAMS, NO_NAMESPACES
 
 # Citations, or log probabilities of tokens, as in an answer's text.
 MAX_ANNOTATIONS = 2**16
 _TEXT_ONLY = "this server reads text only"
 _TEXT_PARTS = ("input_text", "output_text", "text", "reasoning_text", "summary_text")
+_IMAGE_PART = "input_image"
 
 
 class _Item(Body):
@@ -37,8 +39,28 @@ class TextPart(Body):
     prompt_cache_breakpoint: FreeObject | None = None
 
 
+class ImagePart(Body):
+    """`detail` has no effect: the model's own processor decides the size."""
+
+    type: Literal["input_image"]
+    image_url: Text
+    detail: Literal["auto", "low", "high", "original"] | None = None
+    prompt_cache_breakpoint: FreeObject | None = None
+
+
+def _part_kind(value: object) -> str:
+    kind = value.get("type") if isinstance(value, dict) else getattr(value, "type", None)
+    return "image part" if kind == _IMAGE_PART else "text part"
+
+
 _Parts = Annotated[Items[TextPart], Field(max_length=MAX_PARTS)]
-Content = Annotated[Annotated[Text, Tag("str")] | Annotated[_Parts, Tag("list")], BY_FORM]
+# Their tags are no names of fields, so that errors leave them out.
+_Part = Annotated[
+    Annotated[TextPart, Tag("text part")] | Annotated[ImagePart, Tag("image part")],
+    Discriminator(_part_kind),
+]
+_MixedParts = Annotated[Items[_Part], Field(max_length=MAX_PARTS)]
+Content = Annotated[Annotated[Text, Tag("str")] | Annotated[_MixedParts, Tag("list")], BY_FORM]
 
 
 class MessageItem(_Item):
@@ -105,19 +127,22 @@ KINDS: Mapping[str, type[Item]] = {
 
 
 def read_input(
-    given: object, transcript: Transcript, *, lenient: bool = False
+    given: object, transcript: Transcript, *, lenient: bool = False, images: bool = False
 ) -> list[dict[str, Any]]:
     """Adds the input to the transcript; returns its items as they are stored. Raises ApiError.
 
-    `lenient`: unknown fields are ignored.
+    `lenient`: unknown fields are ignored. `images`: the model reads images.
     """
     if isinstance(given, str):
         given = [{"type": "message", "role": "user", "content": given}]
     if not isinstance(given, list) or not 0 < len(given) <= MAX_MESSAGES:
         raise invalid(f"input: must be text, or 1 to {MAX_MESSAGES} items.", param="input")
-    items = [_checked(item, f"input[{index}]", lenient=lenient) for index, item in enumerate(given)]
-    for item in items:
-        add_item(item, transcript)
+    items = [
+        _checked(item, f"input[{index}]", lenient=lenient, images=images)
+        for index, item in enumerate(given)
+    ]
+    for index, item in enumerate(items):
+        add_item(item, transcript, f"input[{index}]")
     return [
         item.model_dump(exclude_none=True, exclude_defaults=True, by_alias=True) for item in items
     ]
@@ -126,30 +151,54 @@ def read_input(
 def read_output(output: list[dict[str, Any]], transcript: Transcript) -> None:
     """Adds the items of an answer to the transcript."""
     for item in output:
-        add_item(_checked(item, "output"), transcript)
+        add_item(_checked(item, "output"), transcript, "output")
 
 
-def add_item(item: Item, transcript: Transcript) -> None:
+def add_item(item: Item, transcript: Transcript, place: str) -> None:
+    """Adds an item; errors call it `place`."""
     match item:
         case MessageItem(role="assistant"):
-            transcript.answer(_text(item.content))
+            transcript.answer(_text(_only_text(item.content, f"{place}.content")))
         case MessageItem():
             role = item.role
             assert role != "assistant"
-            transcript.say(role, _text(item.content))
+            transcript.say(role, _content(item.content, f"{place}.content"))
         case CallItem():
             transcript.call(item.call_id, item.name, item.arguments)
         case ResultItem():
-            transcript.result(item.call_id, _text(item.output))
+            transcript.result(item.call_id, _content(item.output, f"{place}.output"))
         case ReasoningItem():
             transcript.reason(item.text)
+
+
+def _content(content: str | list[TextPart | ImagePart], place: str) -> Parts:
+    """Returns a content in a chat's form."""
+    if isinstance(content, str):
+        return content
+    parts: list[chat_messages.TextPart | chat_messages.ImagePart] = [
+        text_part(part.text)
+        if isinstance(part, TextPart)
+        else image_part(part.image_url, f"{place}[{index}].image_url")
+        for index, part in enumerate(content)
+    ]
+    return joined(parts)
+
+
+def _only_text(content: str | list[TextPart | ImagePart], place: str) -> str | list[TextPart]:
+    if isinstance(content, str):
+        return content
+    for index, part in enumerate(content):
+        if isinstance(part, ImagePart):
+            where = f"{place}[{index}].type"
+            raise invalid(f"{where}: an answer cannot contain {_IMAGE_PART}.", param=where)
+    return [part for part in content if isinstance(part, TextPart)]
 
 
 def _text(content: str | list[TextPart]) -> str:
     return content if isinstance(content, str) else "\n".join(part.text for part in content)
 
 
-def _checked(item: object, place: str, *, lenient: bool = False) -> Item:
+def _checked(item: object, place: str, *, lenient: bool = False, images: bool = False) -> Item:
     if not isinstance(item, dict):
         raise invalid(f"{place}: must be an object.", param=place)
     fields = {name: value for name, value in item.items() if value is not None}
@@ -161,15 +210,15 @@ def _checked(item: object, place: str, *, lenient: bool = False) -> Item:
             f"{place}.type: {kind!r:.60} is not supported here; known are {known}.",
             param=f"{place}.type",
         )
-    _check_parts(fields, place)
+    _check_parts(fields, place, (*_TEXT_PARTS, _IMAGE_PART) if images else _TEXT_PARTS)
     return checked(model, fields, lenient=lenient, place=place)
 
 
-def _check_parts(fields: Mapping[str, Any], place: str) -> None:
+def _check_parts(fields: Mapping[str, Any], place: str, known: Collection[str]) -> None:
     for name in ("content", "output"):
         parts = fields.get(name)
         for index, part in enumerate(parts if isinstance(parts, list) else ()):
             kind = part.get("type") if isinstance(part, dict) else None
-            if isinstance(kind, str) and kind not in _TEXT_PARTS:
+            if isinstance(kind, str) and kind not in known:
                 where = f"{place}.{name}[{index}].type"
                 raise invalid(f"{where}: {kind!r:.60} is not supported: {_TEXT_ONLY}.", param=where)

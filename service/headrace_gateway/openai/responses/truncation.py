@@ -4,22 +4,24 @@ A turn begins with a user's message, so that no tool result is left without its 
 messages at the beginning stay.
 """
 
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence, Sized
+from typing import TypeVar
 
 from ...errors import TOO_LONG, ApiError
 from ...schemas.chat_messages import Message
 
-Encode = Callable[[Sequence[Message]], Awaitable[list[int]]]
+Prompt = TypeVar("Prompt", bound=Sized)
+Encode = Callable[[Sequence[Message]], Awaitable[Prompt]]
 
 
-async def fitting(messages: Sequence[Message], encode: Encode, max_tokens: int) -> list[int]:
-    """Returns the token ids of the last turns that fit into `max_tokens`, at least of the last one.
+async def fitting(messages: Sequence[Message], encode: Encode[Prompt], max_tokens: int) -> Prompt:
+    """Returns the prompt of the last turns that fit into `max_tokens`, at least of the last one.
 
     Raises ApiError as `encode` does, also for the last turn.
     """
     head, turns = _parts(messages)
 
-    async def tried(first: int) -> list[int] | None:
+    async def tried(first: int) -> Prompt | None:
         try:
             ids = await encode([*head, *messages[turns[first] :]])
         except ApiError as error:

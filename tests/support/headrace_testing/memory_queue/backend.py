@@ -505,6 +505,9 @@ class MemoryBackend:
             shard.dead_letters.clear()
             shard.ledger.clear()
             shard.statuses.clear()
+            shard.images.clear()
+            shard.image_tenants.clear()
+            shard.image_requests.clear()
             shard.clear()
         for log in (*self.frames.values(), *self.controls.values()):
             log.items.clear()

@@ -47,6 +47,7 @@ from headrace_common.wire.messages import (
 )
 
 from .backend import MemoryBackend
+from .images import drop_images, keep_images
 from .records import Ending, Record, Taken
 from .shards import Log, Shard
 
@@ -90,6 +91,8 @@ class MemoryGatewayQueue:
         disputed: bool = False,
         placement: Placement | None = None,
     ) -> AdmitResult:
+        if request.images:
+            keep_images(self._backend, request, None if seen is not None else limits)
         record, former = self._backend.admit(
             request,
             self.gateway_id,
@@ -123,6 +126,9 @@ class MemoryGatewayQueue:
         return AdmitResult(
             state=AdmitState.ATTACHED, owner=record.owner or None, attempt=record.attempt
         )
+
+    async def drop_images(self, request: GenerateRequest) -> None:
+        drop_images(self._backend, request)
 
     def _keep_shard(self, request: GenerateRequest) -> None:
         shards = keys.shard_of(request.request_id) + 1
@@ -267,6 +273,10 @@ class MemoryEngineQueue:
         self._left = self._newest(shard) if turn.stopped else set()
         self._free_at = turn.free_at
         return await self._leases(turn.taken, turn.endings)
+
+    async def image(self, request: GenerateRequest, digest: bytes) -> bytes | None:
+        self._backend.check()
+        return self._backend.shard(self._model, self.shard).images.get(digest)
 
     async def reap(self, count: int, *, suspects: bool = True) -> Sequence[Lease]:
         shard = self._backend.shard(self._model, self.shard)

@@ -2,6 +2,7 @@
 
 import asyncio
 import math
+from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 
@@ -21,6 +22,9 @@ class Shard:
     def __init__(self) -> None:
         self.clear()
         self.records: dict[str, Record] = {}
+        self.images: dict[bytes, bytes] = {}  # by digest
+        self.image_tenants: dict[bytes, str] = {}
+        self.image_requests: defaultdict[bytes, set[str]] = defaultdict(set)
         self.statuses: dict[str, tuple[float, EngineStatus]] = {}
         self.dead_letters: list[tuple[str, str, int]] = []
         self.ledger: list[UsageEntry] = []

@@ -22,6 +22,7 @@ COLUMNS: dict[Kind, str] = {
     "mtp": "MTP head",
 }
 _TEXT_ONLY = "text only: the vision tower is not read"
+_IMAGES = "[images](#images)"
 _LATENT = "[latent attention](memory.md#latents)"
 _INDEXED = "latent attention to [keys that an indexer chooses](memory.md#latents)"
 # The models of each native architecture, in the order of the table.
@@ -34,6 +35,9 @@ MODELS: dict[str, str] = {
     "Mistral3ForConditionalGeneration": f"Mistral Small from 3.1 on and Ministral 3, {_TEXT_ONLY}",
     "Qwen2ForCausalLM": "Qwen 2 and 2.5",
     "Qwen3ForCausalLM": "Qwen 3",
+    "Qwen2VLForConditionalGeneration": f"Qwen 2 VL, with {_IMAGES}",
+    "Qwen2_5_VLForConditionalGeneration": f"Qwen 2.5 VL, with {_IMAGES}",
+    "Qwen3VLForConditionalGeneration": f"Qwen 3 VL without experts, with {_IMAGES}",
     "MiMoForCausalLM": "MiMo-7B",
     "Phi3ForCausalLM": "Phi-3, Phi-3.5, Phi-4",
     "GemmaForCausalLM": "Gemma 1",

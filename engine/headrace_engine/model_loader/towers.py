@@ -1,0 +1,64 @@
+"""Decides whether a model reads images, and loads its vision tower."""
+
+import logging
+
+import torch
+
+from ..checkpoints.checkpoint import Checkpoint
+from ..core.config import EngineConfig
+from ..core.errors import ConfigError
+from ..models.base import CausalModel
+from ..models.decoder.decoder import Decoder
+from ..models.decoder.fused import FusedDecoder
+from ..models.vision.tower import TOWERS, VisionTower, load_tower
+
+logger = logging.getLogger(__name__)
+
+
+def pick_tower(
+    config: EngineConfig,
+    checkpoint: Checkpoint,
+    model: CausalModel,
+    dtype: torch.dtype,
+    device: torch.device,
+) -> VisionTower | None:
+    """Loads the model's vision tower; None if it reads no images.
+
+    Raises ConfigError if images are asked for and cannot be read, and the errors of `load_tower`.
+    """
+    asked = config.limit_mm_per_prompt.get("image")
+    if asked == 0:
+        return None
+    reason = _refusal(config, checkpoint, model)
+    if reason is None:
+        return load_tower(checkpoint, dtype, device)
+    if asked is not None:
+        raise ConfigError(f"limit_mm_per_prompt: {reason}: set image to 0")
+    if checkpoint.architecture in TOWERS:
+        logger.info("the model reads text only", extra={"reason": reason})
+    return None
+
+
+def _refusal(config: EngineConfig, checkpoint: Checkpoint, model: CausalModel) -> str | None:
+    """Why the model reads no images; None if it reads them."""
+    if checkpoint.architecture not in TOWERS:
+        return f"{checkpoint.architecture} has no vision tower that is supported"
+    size = config.tensor_parallel_size
+    reasons = {
+        "the checkpoint has no preprocessor_config.json": not _has_processor(checkpoint),
+        "embeddings of images are not supported": config.task == "embed",
+        "images need the native decoder": not isinstance(model, Decoder | FusedDecoder),
+        "images cannot be computed with deterministic": config.deterministic,
+        "an engine that reads images cannot sleep (enable_sleep_mode)": config.enable_sleep_mode,
+        "load_format dummy loads no vision tower": config.load_format == "dummy",
+        f"images cannot be computed with tensor_parallel_size {size}": size > 1,
+        "images cannot be computed with a draft model or a draft head": (
+            config.has_draft_model or config.draft_head is not None
+        ),
+    }
+    return next((reason for reason, holds in reasons.items() if holds), None)
+
+
+def _has_processor(checkpoint: Checkpoint) -> bool:
+    names = ("preprocessor_config.json", "processor_config.json")
+    return any((checkpoint.folder / name).is_file() for name in names)

@@ -1,0 +1,90 @@
+"""Images in a runner's steps: encodes those that the scheduler names, and gives a step's rows their
+embeddings."""
+
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from ..core.config import EngineConfig
+from ..core.images import ImageLimits, PromptImage
+from ..core.step_plan import ScheduledSequence, SchedulerOutput
+from ..models.base import VisionRows
+from ..models.placed_model import PlacedModel
+from ..models.vision.tower import MOST_IMAGES, VisionTower
+from .input_batch import StepBatch
+
+Ints = npt.NDArray[np.int64]
+
+
+class _Rows(NamedTuple):
+    """The rows of one image in a step, and which of its embeddings they get."""
+
+    image: PromptImage
+    rows: Ints
+    embeddings: slice
+
+
+class VisionRuntime:
+    """The vision tower, and the embeddings [levels, tokens, hidden size] of images by digest."""
+
+    def __init__(self, config: EngineConfig, tower: VisionTower, device: torch.device) -> None:
+        self._tower, self._device = tower, device
+        self.reader, self._merge = tower.reader, tower.reader.merge
+        most = config.limit_mm_per_prompt.get("image", MOST_IMAGES)
+        self.limits = ImageLimits(most, config.encoder_cache_bytes // tower.token_bytes)
+        self._encoded: dict[bytes, torch.Tensor] = {}
+
+    @classmethod
+    def of(cls, config: EngineConfig, placed: PlacedModel) -> "VisionRuntime | None":
+        """The runtime; None if the model reads no images."""
+        return None if placed.tower is None else cls(config, placed.tower, placed.device)
+
+    def extend(self, scheduler_output: SchedulerOutput, batch: StepBatch) -> StepBatch:
+        """Encodes the step's new images; returns its batch with the embeddings of its images."""
+        for digest in scheduler_output.dropped:
+            del self._encoded[digest]
+        for image in scheduler_output.encoded:
+            self._encoded[image.span.digest] = self._tower.encode(image)
+        vision = self._vision_rows(scheduler_output.scheduled)
+        if vision is None:
+            return batch
+        return replace(batch, forward=replace(batch.forward, vision=vision))
+
+    def _vision_rows(self, scheduled: tuple[ScheduledSequence, ...]) -> VisionRows | None:
+        found = list(self._rows(scheduled))
+        if not found:
+            return None
+        rows = np.concatenate([each.rows for each in found])
+        positions = np.concatenate([self._positions(each) for each in found], axis=1)
+        parts = [self._encoded[each.image.span.digest][:, each.embeddings] for each in found]
+        return VisionRows(
+            torch.from_numpy(rows).to(self._device),
+            torch.cat(parts, dim=1),
+            torch.from_numpy(positions).to(self._device),
+        )
+
+    def _rows(self, scheduled: tuple[ScheduledSequence, ...]) -> Iterator[_Rows]:
+        first = 0
+        for item in scheduled:
+            for image in item.sequence.request.images:
+                span = image.span
+                if span.start >= item.start + item.length or span.end <= item.start:
+                    continue
+                ids = np.array(item.sequence.token_ids[span.start : span.end])
+                places = span.start + np.flatnonzero(ids == self._tower.placeholder)
+                begin, end = np.searchsorted(places, (item.start, item.start + item.length))
+                if begin < end:
+                    rows = first + places[begin:end] - item.start
+                    yield _Rows(image, rows, slice(int(begin), int(end)))
+            first += item.length + len(item.drafts)
+
+    def _positions(self, found: _Rows) -> Ints:
+        """Frame, row and column [3, rows] of an image's tokens, from its position on."""
+        grid = found.image.span.grid
+        shape = (grid[0], grid[1] // self._merge, grid[2] // self._merge)
+        places: Ints = np.indices(shape).reshape(3, -1)[:, found.embeddings]
+        return places + found.image.position

@@ -1,0 +1,1 @@
+"""Vision towers: images as patches, and their embeddings, through transformers."""

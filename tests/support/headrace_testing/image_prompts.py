@@ -1,0 +1,124 @@
+"""Prompts with images: transformers' greedy tokens for them, and the engine's requests."""
+
+from collections.abc import Iterator, Sequence
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import transformers
+from PIL import Image
+from tokenizers import AddedToken
+
+from headrace_common.images.formats import image_format
+from headrace_common.images.layout import expand
+from headrace_common.wire.images import image_digest
+from headrace_engine.checkpoints.checkpoint import load_checkpoint, read_json
+from headrace_engine.core.images import PromptImage
+from headrace_engine.core.request import EngineRequest
+from headrace_engine.models.vision.image_reader import ImageReader
+
+from .checkpoints import MARGIN, make_tokenizer, save_checkpoint
+from .draft_heads import change_config
+from .engines import greedy
+
+IMAGE_TOKEN = "<|image_pad|>"
+_TEMPLATE = (
+    "{% for m in messages %}<s>{{ m.role + ' ' }}{% if m.content is string %}{{ m.content }}"
+    "{% else %}{% for part in m.content %}{% if part.type == 'image' %}<|image_pad|>"
+    "{% else %}{{ part.text }}{% endif %}{% endfor %}{% endif %}{% endfor %}<s>assistant"
+)
+# Ids of tokens, and images.
+Prompt = Sequence[int | Image.Image]
+
+
+def noise(width: int, height: int, seed: int = 0) -> Image.Image:
+    """A random picture."""
+    pixels = np.random.default_rng(seed).integers(0, 256, (height, width, 3), dtype=np.uint8)
+    return Image.fromarray(pixels)
+
+
+def save_chat_model(folder: Path, name: str) -> Path:
+    """A checkpoint whose tokenizer has a placeholder, and with a chat template."""
+    save_checkpoint(folder, name)
+    tokenizer = make_tokenizer()
+    tokenizer.add_special_tokens([AddedToken(IMAGE_TOKEN, special=True)])
+    tokenizer.save(str(folder / "tokenizer.json"))
+    change_config(folder, image_token_id=tokenizer.token_to_id(IMAGE_TOKEN))
+    (folder / "chat_template.jinja").write_text(_TEMPLATE)
+    return folder
+
+
+class ImagePrompts:
+    """Prompts of one checkpoint, for transformers and for the engine."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        kind: Any = transformers.AutoModelForImageTextToText
+        model = kind.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager")
+        self._model = model.eval()
+        self.image_token: int = self._model.config.image_token_id
+
+    def check(self, prompt: Prompt, output: Sequence[int]) -> None:
+        """Fails unless each of these tokens has transformers' largest logit after those before it,
+        but for the end of the sequence. Of a near-tie, either token may follow."""
+        ids, images = self._inputs(prompt)
+        known = torch.tensor([[*ids, *output[:-1]]])
+        kinds = (known == self.image_token).int()
+        with torch.inference_mode():
+            found = self._model(known, mm_token_type_ids=kinds, **images).logits[0]
+        logits = found[len(ids) - 1 :].clone()
+        logits[:, [self._model.generation_config.eos_token_id, self.image_token]] = -torch.inf
+        chosen = logits.gather(1, torch.tensor(output)[:, None])[:, 0]
+        worse = logits.max(dim=1).values - chosen
+        assert float(worse.max()) < MARGIN, f"token {int(worse.argmax())} is another one"
+
+    def request(self, name: str, prompt: Prompt, length: int, **options: Any) -> EngineRequest:
+        """The engine's request for as many greedy tokens."""
+        ids, images = self.read(prompt)
+        params = greedy(length, logit_bias={self.image_token: -100.0}, **options)
+        return EngineRequest(
+            request_id=name, prompt_token_ids=tuple(ids), params=params, seed=0, images=images
+        )
+
+    def read(self, prompt: Prompt) -> tuple[list[int], tuple[PromptImage, ...]]:
+        images = [part for part in prompt if not isinstance(part, int)]
+        config = load_checkpoint(str(self._folder)).config
+        kind = image_format(config, read_json(self._folder / "preprocessor_config.json"), _no_token)
+        assert kind is not None
+        short = [part if isinstance(part, int) else kind.placeholder for part in prompt]
+        found = [(image_digest(each.tobytes(), b""), kind.layout(*each.size)) for each in images]
+        ids, spans = expand(kind.placeholder, short, found)
+        return ids, self._reader.read(spans, images)
+
+    @cached_property
+    def _reader(self) -> ImageReader:
+        return ImageReader(self._folder, merge=2)
+
+    @cached_property
+    def _processor(self) -> Any:
+        kind: Any = transformers.AutoImageProcessor
+        return kind.from_pretrained(self._folder, backend="pil")
+
+    def _inputs(self, prompt: Prompt) -> tuple[list[int], dict[str, torch.Tensor]]:
+        """Ids with the tokens of images, and what the model reads of them."""
+        ids: list[int] = []
+        made: list[Any] = []
+        for part in prompt:
+            if isinstance(part, int):
+                ids.append(part)
+                continue
+            made.append(self._processor(images=[part], return_tensors="pt"))
+            ids += [self.image_token] * (int(made[-1]["image_grid_thw"].prod()) // 4)
+        names = ("pixel_values", "image_grid_thw") if made else ()
+        return ids, {name: torch.cat([each[name] for each in made]) for name in names}
+
+
+def text(seed: int, length: int) -> Iterator[int]:
+    """Random ids of tokens that are none of the special ones."""
+    return iter(np.random.default_rng(seed).integers(3, 250, length).tolist())
+
+
+def _no_token(token: str) -> None:
+    return None

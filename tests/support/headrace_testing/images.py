@@ -1,0 +1,100 @@
+"""Pictures, hostile ones too, and a checkpoint of a model that reads pictures."""
+
+import base64
+import io
+import json
+import struct
+import zlib
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from PIL import Image
+from tokenizers import AddedToken
+
+from headrace_gateway.images.fetching import Fetcher
+from headrace_gateway.images.intake import ImageIntake, ImageLimits
+
+from .tokenizers import byte_level_tokenizer, write_checkpoint
+
+IMAGE_TOKEN = "<|image_pad|>"
+VISION_TEMPLATE = (
+    "{% for message in messages %}{{ '<|im_start|>' + message.role + '\n' }}"
+    "{% if message.content is string %}{{ message.content }}{% else %}"
+    "{% for part in message.content %}{% if part.type == 'image' %}"
+    "{{ '<|vision_start|><|image_pad|><|vision_end|>' }}{% else %}{{ part.text }}{% endif %}"
+    "{% endfor %}{% endif %}{{ '<|im_end|>\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
+PROCESSOR: Mapping[str, Any] = {
+    "image_processor_type": "Qwen2VLImageProcessor",
+    "patch_size": 14,
+    "merge_size": 2,
+    "min_pixels": 56 * 56,
+    "max_pixels": 28 * 28 * 64,
+}
+KINDS = ("PNG", "JPEG", "WEBP", "GIF")
+
+
+def picture(width: int = 56, height: int = 56, kind: str = "PNG", shade: int = 90) -> bytes:
+    """An encoded picture of one colour; another `shade` makes other bytes."""
+    out = io.BytesIO()
+    Image.new("RGB", (width, height), (shade, 40, 10)).save(out, kind)
+    return out.getvalue()
+
+
+def data_url(encoded: bytes, kind: str = "png") -> str:
+    return f"data:image/{kind};base64,{base64.b64encode(encoded).decode()}"
+
+
+def image_part(encoded: bytes, **fields: Any) -> dict[str, Any]:
+    """A picture as a part of a chat's message."""
+    return {"type": "image_url", "image_url": {"url": data_url(encoded), **fields}}
+
+
+def image_intake(**limits: int) -> ImageIntake:
+    """An intake that fetches nothing. Close it if it has read images."""
+    usual = {
+        "images": 8,
+        "image_bytes": 200_000,
+        "pixels": 1_000_000,
+        "held_bytes": 2**20,
+        "workers": 2,
+    }
+    return ImageIntake(ImageLimits(**{**usual, **limits}), Fetcher((), 1))
+
+
+def png_of_size(width: int, height: int) -> bytes:
+    """A PNG whose header says this size, with a few bytes of pixels."""
+    header = struct.pack(">IIBBBBB", width, height, 8, 2, 0, 0, 0)
+    parts = [(b"IHDR", header), (b"IDAT", zlib.compress(b"\0" * 100)), (b"IEND", b"")]
+    chunks = [
+        struct.pack(">I", len(data)) + name + data + struct.pack(">I", zlib.crc32(name + data))
+        for name, data in parts
+    ]
+    return b"\x89PNG\r\n\x1a\n" + b"".join(chunks)
+
+
+def bomb(side: int = 4000) -> bytes:
+    """A small PNG that has `side` times `side` equal pixels."""
+    out = io.BytesIO()
+    Image.new("L", (side, side)).save(out, "PNG", compress_level=9)
+    return out.getvalue()
+
+
+def write_vision_checkpoint(folder: Path, processor: Mapping[str, Any] = PROCESSOR) -> Path:
+    """What a gateway reads of a model in the form of Qwen2.5-VL. Writes no weights."""
+    backend = byte_level_tokenizer()
+    names = ("<|vision_start|>", "<|vision_end|>", IMAGE_TOKEN)
+    backend.add_special_tokens([AddedToken(n, special=True, normalized=False) for n in names])
+    config = {
+        "model_type": "qwen2_5_vl",
+        "image_token_id": backend.token_to_id(IMAGE_TOKEN),
+        "vocab_size": 512,
+        "max_position_embeddings": 4096,
+    }
+    write_checkpoint(
+        folder, backend, chat_template=VISION_TEMPLATE, config=config, eos_token="<|im_end|>"
+    )
+    (folder / "preprocessor_config.json").write_text(json.dumps(dict(processor)))
+    return folder

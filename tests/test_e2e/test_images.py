@@ -1,0 +1,114 @@
+"""Images from the official client to the engine: greedy tokens equal transformers', one picture is
+encoded once, and an answer about a picture survives its engine."""
+
+import asyncio
+import base64
+import io
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from openai import AsyncOpenAI
+from PIL import Image
+
+from headrace_testing.image_prompts import ImagePrompts, Prompt, noise, save_chat_model
+from headrace_testing.processes import Starter, frozen, until
+from headrace_testing.stack import MODEL, Stack
+
+WORDS = ("the cat", "a mill", "one two", "tokens")
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_chat_model(tmp_path_factory.mktemp("vision"), "qwen2.5-vl")
+
+
+@pytest.fixture(scope="module")
+def prompts(model: Path) -> ImagePrompts:
+    return ImagePrompts(model)
+
+
+@pytest.fixture
+def vision(
+    model: Path, tmp_path_factory: pytest.TempPathFactory, start: Starter
+) -> Iterator[Stack]:
+    """Two engines and a gateway; afterwards nothing may be left in the queue."""
+    stack = Stack(model, tmp_path_factory.mktemp("images"), start=start)
+    try:
+        for _ in range(2):
+            stack.add_engine()
+        stack.add_gateway()
+        stack.await_engines(2)
+        yield stack
+        until(stack.queue_is_empty, "the queue to be empty")
+    finally:
+        stack.close()
+
+
+def data_url(picture: Image.Image) -> str:
+    file = io.BytesIO()
+    picture.save(file, "PNG")
+    return "data:image/png;base64," + base64.b64encode(file.getvalue()).decode()
+
+
+class Answer:
+    """A streamed answer to a message with an image."""
+
+    def __init__(self, prompts: ImagePrompts, picture: Image.Image, words: str) -> None:
+        self._prompts, self._picture, self._words = prompts, picture, words
+        self.begun = asyncio.Event()
+        self.prompt: list[int] = []
+        self.tokens: list[int] = []
+
+    async def read(self, client: AsyncOpenAI, length: int) -> None:
+        image = {"type": "image_url", "image_url": {"url": data_url(self._picture)}}
+        content: list[Any] = [{"type": "text", "text": self._words}, image]
+        content.append({"type": "text", "text": "and what is this"})
+        stream = await client.chat.completions.create(
+            model=MODEL,
+            messages=[{"role": "user", "content": content}],
+            stream=True,
+            max_tokens=length,
+            temperature=0.0,
+            logit_bias={str(self._prompts.image_token): -100},
+            extra_body={"return_token_ids": True, "ignore_eos": True, "min_tokens": length},
+        )
+        async for chunk in stream:
+            more = chunk.model_dump()
+            self.prompt = more.get("prompt_token_ids") or self.prompt
+            for choice in more["choices"]:
+                self.tokens += choice.get("token_ids") or ()
+                self.begun.set()
+
+    def check(self, length: int) -> None:
+        """Compares the answer with transformers'."""
+        token, count = self._prompts.image_token, self.prompt.count(self._prompts.image_token)
+        start = self.prompt.index(token)
+        assert len(self.tokens) == length
+        prompt: Prompt = [*self.prompt[:start], self._picture, *self.prompt[start + count :]]
+        self._prompts.check(prompt, self.tokens)
+
+
+async def test_the_official_client_sends_pictures(vision: Stack, prompts: ImagePrompts) -> None:
+    pictures = [noise(40, 32, 1), noise(24, 64, 2)]
+    answers = [Answer(prompts, each, words) for each in pictures for words in WORDS]
+    async with AsyncOpenAI(base_url=f"{vision.gateways[0].url}/v1", api_key="none") as client:
+        await asyncio.gather(*(answer.read(client, 12) for answer in answers))
+    for answer in answers:
+        answer.check(12)
+
+
+async def test_answers_about_a_picture_survive_their_engine(
+    vision: Stack, prompts: ImagePrompts
+) -> None:
+    answers = [Answer(prompts, noise(40, 32, 3), words) for words in WORDS]
+    dying, other = vision.engines
+    async with AsyncOpenAI(base_url=f"{vision.gateways[0].url}/v1", api_key="none") as client:
+        with frozen([other]):
+            reading = [asyncio.create_task(answer.read(client, 300)) for answer in answers]
+            await asyncio.gather(*(answer.begun.wait() for answer in answers))
+            await asyncio.to_thread(vision.retire, dying)
+        await asyncio.gather(*reading)
+    for answer in answers:
+        answer.check(300)

@@ -1,0 +1,209 @@
+"""Greedy tokens of prompts with images equal transformers' for each family: with none, one and
+several images of many sizes, in chunks, under preemption, and with prefix hits. An image that
+several requests read is encoded once.
+
+Left out: devices other than the CPU, and weights of real checkpoints.
+"""
+
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+from shutil import copytree
+from typing import Any
+
+import pytest
+from safetensors.torch import load_file, save_file
+
+from headrace_engine.core.errors import CheckpointError, ConfigError, RequestError
+from headrace_engine.engine.engine import Engine
+from headrace_testing.engines import Output, cpu_backends, engine_config, make_runner, run
+from headrace_testing.image_prompts import ImagePrompts, Prompt, noise, text
+
+CheckpointMaker = Callable[[str], Path]
+PromptsMaker = Callable[[str], ImagePrompts]
+
+NAMES = ("qwen2-vl", "qwen2.5-vl", "qwen3-vl")
+LENGTH = 8
+# Width and height in pixels: a token is 8 x 8, and larger images than 64 x 64 are made smaller.
+SIZES = ((8, 8), (24, 16), (16, 40), (9, 61), (64, 64), (3, 11), (100, 150), (160, 8))
+
+
+@pytest.fixture(scope="module", params=cpu_backends())
+def backend(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
+@pytest.fixture(scope="module")
+def prompts(checkpoint: CheckpointMaker) -> PromptsMaker:
+    return cache(lambda name: ImagePrompts(checkpoint(name)))
+
+
+def scenes() -> list[Prompt]:
+    """Prompts without an image, with one of each size, and with several."""
+    one: list[Prompt] = [
+        (*text(seed, 3 + seed), noise(*size, seed), *text(90 + seed, 5))
+        for seed, size in enumerate(SIZES)
+    ]
+    several: list[Prompt] = [
+        (noise(16, 24), *text(20, 4), noise(40, 16, 1), 77, noise(16, 24), *text(21, 3)),
+        (*text(22, 6), noise(24, 24, 3), *text(23, 2), noise(24, 24, 4), *text(24, 9)),
+    ]
+    return [tuple(text(30, 21)), *one, *several]
+
+
+def serve(folder: Path, **options: Any) -> Engine:
+    return Engine(engine_config(folder, **options), make_runner(folder, **options))
+
+
+def answer(engine: Engine, prompts: ImagePrompts, asked: list[Prompt]) -> list[Output]:
+    """Runs all prompts at once, and compares every token with transformers."""
+    outputs = run(engine, [prompts.request(str(at), one, LENGTH) for at, one in enumerate(asked)])
+    for at, prompt in enumerate(asked):
+        prompts.check(prompt, outputs[str(at), 0].token_ids)
+    return [outputs[str(at), 0] for at in range(len(asked))]
+
+
+@pytest.mark.parametrize(
+    ("attention", "chunk"),
+    [pair for pair in (("reference", 7), ("cpu", 512), ("cpu", 7)) if pair[0] in cpu_backends()],
+)
+@pytest.mark.parametrize("name", NAMES)
+def test_greedy_tokens_equal_transformers(
+    name: str, attention: str, chunk: int, checkpoint: CheckpointMaker, prompts: PromptsMaker
+) -> None:
+    engine = serve(checkpoint(name), attention_backend=attention, max_num_batched_tokens=chunk)
+    answer(engine, prompts(name), scenes())
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_an_image_that_is_preempted_is_not_encoded_again(
+    name: str, backend: str, checkpoint: CheckpointMaker, prompts: PromptsMaker
+) -> None:
+    engine = serve(
+        checkpoint(name),
+        attention_backend=backend,
+        num_blocks=40,
+        watermark=0.0,
+        enable_prefix_caching=False,
+    )
+    asked: list[Prompt] = [
+        (*text(40 + at, 6), noise(32, 24, at), *text(50 + at, 4)) for at in range(8)
+    ]
+    answer(engine, prompts(name), asked)
+    stats = engine.stats()
+    assert stats.preemptions > 0
+    assert stats.images_encoded == 8
+    assert stats.encoder_cache_queries > 8
+
+
+def test_an_image_of_several_requests_is_encoded_once(
+    backend: str, checkpoint: CheckpointMaker, prompts: PromptsMaker
+) -> None:
+    engine = serve(checkpoint("qwen3-vl"), attention_backend=backend, enable_prefix_caching=False)
+    asked: list[Prompt] = [(*text(60 + at, 5), noise(48, 40), *text(70 + at, 4)) for at in range(6)]
+    answer(engine, prompts("qwen3-vl"), asked)
+    assert engine.stats().images_encoded == 1
+    assert engine.stats().encoder_cache_hits == 5
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_prefixes_with_the_same_image_are_reused(
+    name: str, checkpoint: CheckpointMaker, prompts: PromptsMaker
+) -> None:
+    engine = serve(checkpoint(name))
+    asked: list[Prompt] = [(*text(80, 5), noise(48, 40), *text(81 + at, 4)) for at in range(2)]
+    (first,) = answer(engine, prompts(name), asked[:1])
+    (second,) = answer(engine, prompts(name), asked[1:])
+    assert first.cached_tokens == 0
+    assert second.cached_tokens == 32, "5 + 30 tokens are equal, in blocks of 4"
+    assert engine.stats().images_encoded == 1
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_prefixes_with_another_image_of_the_same_size_are_not_reused(
+    name: str, checkpoint: CheckpointMaker, prompts: PromptsMaker
+) -> None:
+    engine = serve(checkpoint(name))
+    asked: list[Prompt] = [(*text(80, 5), noise(48, 40, at), *text(81, 4)) for at in range(2)]
+    answer(engine, prompts(name), asked[:1])
+    (second,) = answer(engine, prompts(name), asked[1:])
+    assert second.cached_tokens == 4, "the block before the image"
+
+
+@pytest.mark.parametrize("options", [{"max_num_encoder_input_tokens": 1}, {}])
+def test_images_wait_for_room_among_encoded_ones(
+    options: dict[str, int], checkpoint: CheckpointMaker, prompts: PromptsMaker
+) -> None:
+    """There is room for the largest image only."""
+    room = 64 * 3 * 64 * 4
+    engine = serve(checkpoint("qwen3-vl"), encoder_cache_bytes=room, **options)
+    answer(engine, prompts("qwen3-vl"), scenes())
+
+
+def test_the_next_step_is_scheduled_while_images_are_encoded(
+    checkpoint: CheckpointMaker, prompts: PromptsMaker
+) -> None:
+    engine = serve(checkpoint("qwen2.5-vl"), async_scheduling=True, max_num_batched_tokens=16)
+    answer(engine, prompts("qwen2.5-vl"), scenes())
+
+
+def test_several_choices_share_an_image(checkpoint: CheckpointMaker, prompts: PromptsMaker) -> None:
+    engine, prompt = serve(checkpoint("qwen2.5-vl")), scenes()[-1]
+    outputs = run(engine, [prompts("qwen2.5-vl").request("r", prompt, LENGTH, n=3)])
+    for choice in range(3):
+        prompts("qwen2.5-vl").check(prompt, outputs["r", choice].token_ids)
+
+
+@pytest.mark.parametrize(
+    ("options", "prompt", "message"),
+    [
+        ({"limit_mm_per_prompt": {"image": 0}}, (5, noise(8, 8), 6), "reads no images"),
+        ({"limit_mm_per_prompt": {"image": 1}}, (noise(8, 8), noise(8, 8), 6), "has 2 images"),
+        ({}, (5, noise(8, 8)), "ends with an image"),
+        ({"encoder_cache_bytes": 2048}, (5, noise(64, 64), 6), "has 64 tokens, but .* room for 8"),
+    ],
+)
+def test_images_that_the_engine_cannot_read_are_refused(
+    options: dict[str, Any],
+    prompt: Prompt,
+    message: str,
+    checkpoint: CheckpointMaker,
+    prompts: PromptsMaker,
+) -> None:
+    engine = serve(checkpoint("qwen2.5-vl"), **options)
+    with pytest.raises(RequestError, match=message):
+        engine.add_request(prompts("qwen2.5-vl").request("r", prompt, LENGTH))
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"tensor_parallel_size": 2}, "tensor_parallel_size 2"),
+        ({"deterministic": True}, "deterministic"),
+        ({"load_format": "dummy"}, "load_format dummy"),
+    ],
+)
+def test_images_that_are_asked_for_need_a_tower(
+    options: dict[str, Any], message: str, checkpoint: CheckpointMaker
+) -> None:
+    with pytest.raises(ConfigError, match=message):
+        make_runner(checkpoint("qwen2.5-vl"), limit_mm_per_prompt={"image": 1}, **options)
+
+
+def test_another_model_has_no_tower(checkpoint: CheckpointMaker) -> None:
+    with pytest.raises(ConfigError, match="LlamaForCausalLM has no vision tower"):
+        make_runner(checkpoint("llama"), limit_mm_per_prompt={"image": 1})
+
+
+def test_a_missing_tensor_of_the_tower_is_named(
+    checkpoint: CheckpointMaker, tmp_path: Path
+) -> None:
+    folder = copytree(checkpoint("qwen2.5-vl"), tmp_path / "broken")
+    file = folder / "model.safetensors"
+    tensors = load_file(file)
+    name = next(name for name in tensors if name.endswith("visual.merger.ln_q.weight"))
+    del tensors[name]
+    save_file(tensors, file, {"format": "pt"})
+    with pytest.raises(CheckpointError, match=rf"{name} is missing"):
+        make_runner(folder)
+    make_runner(folder, limit_mm_per_prompt={"image": 0})
