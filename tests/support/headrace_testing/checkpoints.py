@@ -856,7 +856,7 @@ class GreedyPath:
 class Reference:
     """Greedy generation of transformers on a checkpoint.
 
-    The engine proposes paths, many at once, and transformers confirms each in one forward pass, in
+    The engine proposes paths, many at once, and transformers confirms them in one forward pass, in
     which every token must have the largest logit. transformers generates the paths that it does not
     confirm.
     """
@@ -874,8 +874,15 @@ class Reference:
 
     def logits(self, ids: Sequence[int]) -> torch.Tensor:
         """float32 [len(ids), vocabulary]."""
+        return self.batch_logits([ids])[0]
+
+    def batch_logits(self, rows: Sequence[Sequence[int]]) -> torch.Tensor:
+        """float32 [rows, tokens, vocabulary], in one forward pass. Tokens are added to the ends of
+        shorter rows, where no token of the row sees them."""
+        longest = max(map(len, rows))
+        ids = [[*row, *[3] * (longest - len(row))] for row in rows]
         with torch.inference_mode():
-            logits: torch.Tensor = self.model(torch.tensor([list(ids)])).logits[0].float()
+            logits: torch.Tensor = self.model(torch.tensor(ids)).logits.float()
         return logits
 
     def path(self, prompt: Prompt, length: int) -> GreedyPath:
@@ -888,7 +895,7 @@ class Reference:
         count: int,
         length: int,
         prompt_length: Callable[[int], int] = lambda index: 3 + (index * 7) % 40,
-        prefix: Prompt = (),
+        prefix: Callable[[int], Prompt] = lambda _: (),
     ) -> list[GreedyPath]:
         """Greedy paths of random prompts without near-ties: none closer than MARGIN.
 
@@ -901,7 +908,7 @@ class Reference:
             for index in range(len(found), count):
                 size = (prompt_length(index),)
                 tail = torch.randint(3, VOCAB, size, generator=generator).tolist()
-                drawn.append(((*prefix, *tail), generator.get_state()))
+                drawn.append(((*prefix(index), *tail), generator.get_state()))
             paths = self._paths([prompt for prompt, _ in drawn], length)
             for path, (_, state) in zip(paths, drawn, strict=True):
                 if path.margin <= MARGIN:
@@ -916,19 +923,25 @@ class Reference:
             engine = Engine(engine_config(self._folder, max_num_batched_tokens=512), self._runner)
             requests = [request(str(at), one, greedy(length)) for at, one in enumerate(new)]
             outputs = run(engine, requests)
-            for at, prompt in enumerate(new):
-                proposal = tuple(outputs[str(at), 0].token_ids)
-                found = self._confirm(prompt, proposal) or self._generate(prompt, length)
-                self._known[prompt, length] = found
+            proposed = [tuple(outputs[str(at), 0].token_ids) for at in range(len(new))]
+            confirmed = self._confirm(list(zip(new, proposed, strict=True)))
+            for prompt, found in zip(new, confirmed, strict=True):
+                self._known[prompt, length] = found or self._generate(prompt, length)
         return [self._known[prompt, length] for prompt in prompts]
 
-    def _confirm(self, prompt: Prompt, output: tuple[int, ...]) -> GreedyPath | None:
-        logits = self.logits((*prompt, *output[:-1]))[len(prompt) - 1 :].clone()
-        logits[:, self.model.generation_config.eos_token_id] = -math.inf
-        best = logits.topk(2)
-        if best.indices[:, 0].tolist() != list(output):
-            return None
-        return GreedyPath(prompt, output, float((best.values[:, 0] - best.values[:, 1]).min()))
+    def _confirm(
+        self, proposed: Sequence[tuple[Prompt, tuple[int, ...]]]
+    ) -> list[GreedyPath | None]:
+        """The path of each prompt and output; None where the output is not that of transformers."""
+        logits = self.batch_logits([(*prompt, *output[:-1]) for prompt, output in proposed]).clone()
+        logits[..., self.model.generation_config.eos_token_id] = -math.inf
+        found: list[GreedyPath | None] = []
+        for (prompt, output), row in zip(proposed, logits, strict=True):
+            best = row[len(prompt) - 1 :][: len(output)].topk(2)
+            margin = float((best.values[:, 0] - best.values[:, 1]).min())
+            agrees = best.indices[:, 0].tolist() == list(output)
+            found.append(GreedyPath(prompt, output, margin) if agrees else None)
+        return found
 
     def _generate(self, prompt: Prompt, length: int) -> GreedyPath:
         with torch.inference_mode():

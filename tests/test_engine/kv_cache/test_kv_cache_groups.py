@@ -126,7 +126,7 @@ def check(output: Output, path: GreedyPath, reference: Reference) -> None:
 
 def serve(runner: ModelRunner, folder: Path, reference: Reference, **options: Any) -> Engine:
     """Runs one prompt to fill the prefix cache, then more that begin alike, with forks."""
-    paths = reference.clear_paths(4, LENGTH, lambda index: 1 + index, PROMPT)
+    paths = reference.clear_paths(4, LENGTH, lambda index: 1 + index, lambda _: PROMPT)
     options = {"max_num_batched_tokens": 24, "watermark": 0.0, "max_num_seqs": 8, **options}
     engine = Engine(engine_config(folder, **options), runner)
     params = greedy(LENGTH, n=2, logprobs=5)

@@ -89,13 +89,13 @@ def test_prefix_hits_on_every_block_border_change_no_token(
     folder, prefix = checkpoint("llama4"), tuple(range(10, 43))
     runner = make_runner(folder)
     engine, size = Engine(engine_config(folder), runner), runner.block_size
-    for blocks in range(1, 9):
-        shared = prefix[: blocks * size]
-        run(engine, [request("first", (*shared, 5), greedy(1))])
-        (path,) = reference("llama4").clear_paths(1, LENGTH, lambda _: 6, shared)
+    shared = [prefix[: blocks * size] for blocks in range(1, 9)]
+    paths = reference("llama4").clear_paths(8, LENGTH, lambda _: 6, lambda index: shared[index])
+    for begin, path in zip(shared, paths, strict=True):
+        run(engine, [request("first", (*begin, 5), greedy(1))])
         found = run(engine, [request("next", path.prompt, greedy(LENGTH))])["next", 0]
         assert tuple(found.token_ids) == path.output
-        assert found.cached_tokens == blocks * size
+        assert found.cached_tokens == len(begin)
 
 
 def test_the_native_kernels_compute_whole_steps(checkpoint: CheckpointMaker) -> None:

@@ -100,14 +100,14 @@ def test_prefix_hits_on_every_block_border_change_no_token(
 ) -> None:
     """A prompt leaves a snapshot at its last block border; later prompts begin there."""
     prefix, size = tuple(range(10, 43)), runner.block_size
+    shared = [prefix[: blocks * size] for blocks in range(1, 9)]
+    paths = reference(name).clear_paths(8, 4, lambda _: 6, lambda index: shared[index])
     engine = Engine(engine_config(Path("unused")), runner)
-    for blocks in range(1, 9):
-        shared = prefix[: blocks * size]
-        run(engine, [request("first", (*shared, 5), greedy(1))])
-        (path,) = reference(name).clear_paths(1, 4, lambda _: 6, shared)
+    for begin, path in zip(shared, paths, strict=True):
+        run(engine, [request("first", (*begin, 5), greedy(1))])
         found = run(engine, [request("next", path.prompt, greedy(4))])["next", 0]
         assert tuple(found.token_ids) == path.output
-        assert found.cached_tokens == blocks * size
+        assert found.cached_tokens == len(begin)
 
 
 def test_tenants_share_no_state(runner: ModelRunner, paths: list[GreedyPath]) -> None:
@@ -183,13 +183,15 @@ def test_bfloat16_logits_are_as_close_as_those_of_transformers(name: str, tmp_pa
     engine = Engine(engine_config(folder), runner)
     params = SamplingParams(temperature=0.0, max_tokens=1, logprobs=20)
     ours, theirs = [], []
-    for at in range(9):
-        prompt = tuple(range(20 + at, 60 + 2 * at))
-        wanted = exact.logits(prompt)[-1].log_softmax(-1)
-        found = run(engine, [request("r", prompt, params)])["r", 0].logprobs[0].top
-        ours.append(max(abs(value - float(wanted[token])) for token, value in found))
-        others = rounded.logits(prompt)[-1].log_softmax(-1)
-        theirs.append(float((others - wanted).abs().max()))
+    for first, length in ((20, 40), (23, 47), (26, 56)):
+        prompts = [tuple(range(first + at, first + at + length)) for at in range(3)]
+        wanted, others = (
+            each.batch_logits(prompts)[:, -1].log_softmax(-1) for each in (exact, rounded)
+        )
+        theirs += (others - wanted).abs().amax(-1).tolist()
+        for prompt, row in zip(prompts, wanted, strict=True):
+            found = run(engine, [request("r", prompt, params)])["r", 0].logprobs[0].top
+            ours.append(max(abs(value - float(row[token])) for token, value in found))
     assert median(ours) < 2 * median(theirs) + 0.02
 
 

@@ -2,8 +2,8 @@
 in chunks, beside decodes.
 """
 
-from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -14,26 +14,32 @@ from headrace_engine.kernels.triton.launch import RecurrentLaunch, RecurrentLaun
 from headrace_engine.model_loader import loader
 from headrace_engine.operators.base import TorchOps
 from headrace_engine.operators.triton_recurrent import TritonRecurrences
-from headrace_testing.checkpoints import Reference
+from headrace_testing.checkpoints import Reference, save_checkpoint
 from headrace_testing.engines import engine_config, greedy, make_runner, request, run
 
-CHUNK = RecurrentLaunch(16, 16, 1, 1)
-CHUNKS = RecurrentLaunches(CHUNK, CHUNK, least=(8, 8))
 COMPILED = torch.cuda.is_available()
-# In the interpreter the last prompt has some tokens less than in a compiled run.
-LENGTH, PROMPTS = 4, (5, 60 if COMPILED else 22)
-FAMILIES = (
-    "qwen3-next",
-    "qwen3_5",
-    "mamba",
-    "falcon-mamba",
-    "mamba2",
-    "falcon-h1-norm",
-    "nemotron-h",
-    "jamba",
-    "lfm2",
-    "kimi-linear",
-)
+# The interpreter is slow: chunks, prompts and models are small. The last prompt is cut by a chunk
+# and by a step.
+CHUNK = RecurrentLaunch(8, 16, 1, 1)
+CHUNKS = RecurrentLaunches(CHUNK, CHUNK, least=(8, 8))
+LENGTH, PROMPTS, BUDGET = 4, (5, 60 if COMPILED else 14), 25 if COMPILED else 17
+DELTA = {
+    "num_hidden_layers": 3,
+    "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+}
+# How the models differ from those of other tests: each has two recurrent layers.
+FAMILIES: dict[str, dict[str, Any]] = {
+    "qwen3-next": DELTA,
+    "qwen3_5": DELTA,
+    "mamba": {"num_hidden_layers": 2},
+    "falcon-mamba": {"num_hidden_layers": 2},
+    "mamba2": {"num_hidden_layers": 2},
+    "falcon-h1-norm": {},
+    "nemotron-h": {},
+    "jamba": {"num_hidden_layers": 3},
+    "lfm2": {"num_hidden_layers": 3, "layer_types": ["conv", "full_attention", "conv"]},
+    "kimi-linear": {**DELTA, "linear_num_heads": 2},
+}
 
 
 class RecurrentOps(TorchOps):
@@ -45,21 +51,19 @@ class RecurrentOps(TorchOps):
 
 @pytest.mark.parametrize("name", FAMILIES)
 def test_greedy_tokens_equal_transformers(
-    name: str,
-    checkpoint: Callable[[str], Path],
-    reference: Callable[[str], Reference],
-    monkeypatch: pytest.MonkeyPatch,
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    paths = reference(name).clear_paths(len(PROMPTS), LENGTH, lambda index: PROMPTS[index])
+    save_checkpoint(tmp_path, name, **FAMILIES[name])
+    paths = Reference(tmp_path).clear_paths(len(PROMPTS), LENGTH, lambda index: PROMPTS[index])
     if not COMPILED:
         monkeypatch.setattr(loader, "make_ops", lambda *_: RecurrentOps())
     runner = make_runner(
-        checkpoint(name),
+        tmp_path,
         attention_backend="triton" if COMPILED else "cpu",
         device="cuda" if COMPILED else "cpu",
         threads=1,
     )
-    config = engine_config(Path("unused"), max_num_batched_tokens=25, max_num_seqs=2)
+    config = engine_config(Path("unused"), max_num_batched_tokens=BUDGET, max_num_seqs=2)
     requests = [request(str(at), path.prompt, greedy(LENGTH)) for at, path in enumerate(paths)]
     outputs = run(Engine(config, runner), requests)
     for at, path in enumerate(paths):

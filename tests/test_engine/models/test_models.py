@@ -277,7 +277,7 @@ def test_prefix_hits_change_no_token(
     name: str, backend: str, checkpoint: CheckpointMaker, reference: ReferenceMaker
 ) -> None:
     prefix = tuple(range(10, 40))
-    paths = reference(name).clear_paths(6, LENGTH, lambda index: 1 + index, prefix)
+    paths = reference(name).clear_paths(6, LENGTH, lambda index: 1 + index, lambda _: prefix)
     folder = checkpoint(name)
     options: dict[str, Any] = {"attention_backend": backend}
     engine = Engine(engine_config(folder, **options), make_runner(folder, **options))

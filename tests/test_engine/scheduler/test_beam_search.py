@@ -144,7 +144,7 @@ def test_equal_prompts_of_one_step_are_computed_once(
     checkpoint: CheckpointMaker, reference: ReferenceMaker, backend: str, threads: int
 ) -> None:
     prefix = tuple(range(30, 54))
-    paths = reference("llama").clear_paths(4, 6, lambda index: index, prefix=prefix)
+    paths = reference("llama").clear_paths(4, 6, lambda index: index, lambda _: prefix)
     assert paths[0].prompt == prefix
     options = {"attention_backend": backend, "threads": threads, "max_num_batched_tokens": 128}
     config = engine_config(checkpoint("llama"), **options)
