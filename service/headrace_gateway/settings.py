@@ -322,7 +322,7 @@ class GatewaySettings(BaseSettings):
         ByteSize(128 * 2**20),
         ge=1024,
         description="bytes of images in this gateway's memory: of requests that have not ended, "
-        "and of the last ones",
+        "and of the last ones; one tenant has at most half",
     )
     max_tenant_images: int = Field(
         1024, ge=1, description="images of one tenant's requests that one model's queue stores"

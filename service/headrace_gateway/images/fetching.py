@@ -11,14 +11,19 @@ from dataclasses import dataclass
 from functools import partial
 from urllib.parse import urljoin, urlsplit
 
-from ..errors import ApiError
+from headrace_common.pools.fair_slots import FairSlots, SlotsFull
+
+from ..errors import ApiError, busy
 from .addresses import is_public
 from .data_urls import invalid_image, too_many_bytes
 from .http_response import HttpResponse, ResponseError
 
+BUSY = "images_busy"
 FETCH_S = 10.0
 MOST_REDIRECTS = 3
 MOST_AT_ONCE = 16
+MOST_WAITING = 256
+MOST_WAITING_OF_TENANT = 128
 _PORTS = {"http": 80, "https": 443}
 _REDIRECTS = frozenset({301, 302, 303, 307, 308})
 
@@ -72,15 +77,20 @@ class Fetcher:
         self._resolve = resolve
         self._permits = permits
         self._seconds = seconds
-        self._slots = asyncio.Semaphore(MOST_AT_ONCE)
+        self._slots = FairSlots(
+            MOST_AT_ONCE, most=MOST_WAITING, most_of_tenant=MOST_WAITING_OF_TENANT
+        )
 
-    async def fetch(self, url: str, name: str) -> bytes:
+    async def fetch(self, url: str, name: str, tenant: str) -> bytes:
         """Returns the bytes of an image. Raises ApiError, which calls the field `name`."""
         if not self._domains:
             raise invalid_image(name, "this server fetches no images: send a data: URL")
         try:
-            async with asyncio.timeout(self._seconds), self._slots:
+            async with asyncio.timeout(self._seconds), self._slots.hold(tenant):
                 return await self._follow(url, partial(too_many_bytes, name, self._max_bytes))
+        except SlotsFull as full:
+            message = "Too many images are being fetched; send the request again."
+            raise busy(message, code=BUSY, of_tenant=full.tenant) from full
         except _Refused as refused:
             raise invalid_image(name, str(refused)) from refused
         except TimeoutError as error:

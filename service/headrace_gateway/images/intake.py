@@ -18,10 +18,9 @@ from headrace_common.wire.images import ImageData, content_hash
 from ..errors import busy, invalid, unavailable
 from ..limits.work import Work
 from .data_urls import decode_data_url, invalid_image, is_data_url
-from .fetching import Fetcher
-from .held_images import HeldImages, Key
+from .fetching import BUSY, Fetcher
+from .held_images import HeldImages, HeldImagesFull, Key
 
-BUSY = "images_busy"
 MOST_WAITING = 256
 MOST_WAITING_OF_TENANT = 128
 MAX_WAIT_S = 10.0
@@ -123,13 +122,14 @@ class ImageIntake:
             return found
         task = self._decoding.get(key)
         if task is None:
-            data = self._held.hold(encoded, key[1])
-            if data is None:
-                raise unavailable(
-                    "The server has as many images in memory as it may (max_held_image_bytes); "
-                    "send the request again.",
-                    code=BUSY,
+            try:
+                data = self._held.hold(encoded, key)
+            except HeldImagesFull as full:
+                message = (
+                    "The server has as many images in memory as it may (max_held_image_bytes; one "
+                    "tenant half of it); send the request again."
                 )
+                raise busy(message, code=BUSY, of_tenant=full.tenant) from full
             task = self._decoding[key] = asyncio.create_task(self._decode(data, key))
             task.add_done_callback(lambda ended: self._end(key, ended))
         await asyncio.wait({task})  # cancelling this request does not end the decoding
@@ -144,7 +144,7 @@ class ImageIntake:
         if is_data_url(url):
             decode = partial(decode_data_url, url, name, self._limits.image_bytes)
             return await work.run(len(url), decode)
-        return await self._fetcher.fetch(url, name)
+        return await self._fetcher.fetch(url, name, work.tenant)
 
     async def _decode(self, data: ImageData, key: Key) -> Decoded:
         tenant, _ = key

@@ -8,7 +8,7 @@ import pytest
 
 from headrace_gateway.errors import ApiError
 from headrace_gateway.images.addresses import is_public
-from headrace_gateway.images.fetching import Fetcher
+from headrace_gateway.images.fetching import MOST_AT_ONCE, Fetcher
 from headrace_testing.images import picture
 
 PICTURE = picture()
@@ -58,7 +58,7 @@ def fetcher(port: int, *addresses: str, domains: Sequence[str] = ()) -> Fetcher:
 
 async def refusal(fetching: Fetcher, url: str) -> str:
     with pytest.raises(ApiError) as refused:
-        await fetching.fetch(url, "field")
+        await fetching.fetch(url, "field", "a")
     assert (refused.value.status, refused.value.param) == (400, "field")
     assert refused.value.code == "invalid_image"
     return refused.value.message
@@ -66,7 +66,9 @@ async def refusal(fetching: Fetcher, url: str) -> str:
 
 async def test_an_image_is_fetched_from_an_allowed_host() -> None:
     async with serving(lambda _: answer()) as (port, asked):
-        found = await fetcher(port).fetch(f"http://{HOST}:{port}/a%20cat.png?size=1#x", "field")
+        found = await fetcher(port).fetch(
+            f"http://{HOST}:{port}/a%20cat.png?size=1#x", "field", "a"
+        )
 
     assert found == PICTURE
     (head,) = asked
@@ -103,7 +105,7 @@ async def test_a_url_cannot_change_the_request(path: str) -> None:
     async with serving(lambda _: answer()) as (port, asked):
         fetching = fetcher(port)
         try:
-            await fetching.fetch(f"http://{HOST}:{port}{path}", "field")
+            await fetching.fetch(f"http://{HOST}:{port}{path}", "field", "a")
         except ApiError as refused:
             assert refused.status == 400
 
@@ -147,7 +149,7 @@ async def test_a_redirect_is_checked_like_the_first_url() -> None:
 
     async with serving(serve) as (port, _):
         fetching, url = fetcher(port), f"http://{HOST}:{port}"
-        assert await fetching.fetch(f"{url}/moved", "field") == PICTURE
+        assert await fetching.fetch(f"{url}/moved", "field", "a") == PICTURE
         assert "no images from 127.0.0.1:1" in await refusal(fetching, f"{url}/away")
         assert "redirected more than 3 times" in await refusal(fetching, f"{url}/around")
 
@@ -167,7 +169,7 @@ async def test_a_name_is_resolved_once_for_a_connection() -> None:
             resolve=resolve,
             permits=lambda address: address == "127.0.0.1",
         )
-        assert await fetching.fetch(f"http://{HOST}:{port}/", "field") == PICTURE
+        assert await fetching.fetch(f"http://{HOST}:{port}/", "field", "a") == PICTURE
         assert resolved == ["127.0.0.1"]
         assert "not public" in await refusal(fetching, f"http://{HOST}:{port}/")
 
@@ -189,6 +191,32 @@ async def test_a_name_is_resolved_once_for_a_connection() -> None:
 async def test_other_answers_are_refused(sent: bytes, reason: str) -> None:
     async with serving(lambda _: sent) as (port, _):
         assert reason in await refusal(fetcher(port), f"http://{HOST}:{port}/x.png")
+
+
+async def test_a_tenants_slow_fetches_leave_a_place_for_others() -> None:
+    arrived, ended = asyncio.Semaphore(0), asyncio.Event()
+
+    async def handle(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        head = await reader.readuntil(b"\r\n\r\n")
+        if b"/slow" in head:
+            arrived.release()
+            await ended.wait()
+        writer.write(answer())
+        writer.close()
+
+    server = await asyncio.start_server(handle, "127.0.0.1", 0)
+    async with server:
+        port = server.sockets[0].getsockname()[1]
+        fetching, url = fetcher(port), f"http://{HOST}:{port}"
+        slow = [
+            asyncio.create_task(fetching.fetch(f"{url}/slow", "field", "a"))
+            for _ in range(MOST_AT_ONCE + 4)
+        ]
+        for _ in range(MOST_AT_ONCE - 1):
+            await arrived.acquire()
+        assert await fetching.fetch(f"{url}/", "field", "b") == PICTURE
+        ended.set()
+        assert set(await asyncio.gather(*slow)) == {PICTURE}
 
 
 async def test_a_host_that_does_not_answer_is_given_up() -> None:

@@ -11,7 +11,7 @@ import pytest
 from headrace_common.images.check import ImageSize
 from headrace_common.pools.limited_pool import LimitedPool
 from headrace_gateway.errors import ApiError
-from headrace_gateway.images.held_images import HeldImages
+from headrace_gateway.images.held_images import HeldImages, HeldImagesFull
 from headrace_gateway.images.intake import ImageIntake
 from headrace_gateway.limits.work import Work, WorkPool
 from headrace_testing.images import bomb, data_url, image_intake, picture, png_of_size
@@ -78,13 +78,13 @@ async def test_no_tenant_gains_by_an_image_of_another(
 
 async def test_images_in_use_count_until_they_are_dropped(work: Work) -> None:
     one, other = picture(shade=1), picture(shade=2)
-    intake = image_intake(held_bytes=len(one) + len(other) - 1)
+    intake = image_intake(held_bytes=2 * (len(one) + len(other)) - 2)
     try:
         first = await intake.read(named(one), work)
         assert intake.held_bytes == len(one)
 
         refused = await refusal(intake, work, other)
-        assert (refused.status, refused.code) == (503, "images_busy")
+        assert (refused.status, refused.code) == (429, "images_busy")
 
         del first
         assert len(await intake.read(named(other), work)) == 1
@@ -94,15 +94,28 @@ async def test_images_in_use_count_until_they_are_dropped(work: Work) -> None:
 
 
 def test_remembered_images_make_room() -> None:
-    held = HeldImages(10)
+    held = HeldImages(20)
     for content in (b"1", b"2", b"3"):
-        data = held.hold(b"x" * 5, content)
-        assert data is not None
+        data = held.hold(b"x" * 5, ("a", content))
         held.remember(("a", content), data, ImageSize(width=1, height=1))
         del data
 
     assert held.total_bytes == 10
     assert held.find(("a", b"1")) is None and held.find(("a", b"3")) is not None
+
+
+def test_one_tenants_images_leave_room_for_others() -> None:
+    held = HeldImages(20)
+    kept = [held.hold(b"x" * 5, ("a", content)) for content in (b"1", b"2")]
+    with pytest.raises(HeldImagesFull) as of_tenant:
+        held.hold(b"x", ("a", b"3"))
+    kept += [held.hold(b"x" * 5, ("b", content)) for content in (b"1", b"2")]
+    with pytest.raises(HeldImagesFull) as of_all:
+        held.hold(b"x", ("c", b"1"))
+
+    assert of_tenant.value.tenant and not of_all.value.tenant
+    del kept
+    assert held.total_bytes == 0
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ import torch
 
 from ...checkpoints.checkpoint import Checkpoint
 from ...checkpoints.config import ModelConfig
-from ...checkpoints.tensor_files import TensorFiles
+from ...checkpoints.tensor_files import WHOLE, TensorFiles
 from ...core.errors import CheckpointError, ConfigError
 from ...core.images import PromptImage
 from ..transformers.transformers_model import auto_config
@@ -100,7 +100,7 @@ def _read(module: Any, folder: Path) -> None:
                 f"{stored.file}: {prefix}{name} has shape {list(stored.shape)}, but config.json "
                 f"asks for {list(parameter.shape)}"
             )
-    files.plan([prefix + name for name in parameters])
+    files.plan({prefix + name: WHOLE for name in parameters})
     for name, parameter in parameters.items():
         parameter.copy_(files.load(prefix + name))
 
