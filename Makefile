@@ -166,8 +166,9 @@ PAGES = architecture cli licenses models offline reference settings vllm
 CRD = charts/headrace/files/crds/modelservices.yaml
 
 # Pages last: one describes the fields of the CRD.
-generated: install-dev ## write what is made from code: the CRD, dashboards, pages of docs
+generated: install-dev ## write what is made from code: the CRD, Redis users, dashboards, pages of docs
 	$(BIN)/python -m headrace_operator.spec.schema > $(CRD).new && mv $(CRD).new $(CRD)
+	$(BIN)/headrace redis users | while read -r line; do echo "$$line" > charts/headrace/files/acl/$$(echo "$$line" | cut -d ' ' -f 2 | cut -d - -f 2).acl; done
 	$(BIN)/python charts/generate/dashboards.py
 	@for page in $(PAGES); do PYTHONPATH=tests/support $(BIN)/python -m headrace_testing.pages.$$page || exit 1; done
 

@@ -43,7 +43,8 @@ def names_of(rule: KeyRule, name: str) -> Iterator[str]:
     elif rule.prefix == "c":
         yield from (keys.shared_controls("e"), keys.controls("e", name))
     elif rule.place is KeyScope.GRANTED:
-        yield keys.granted_model(name)
+        _, _, granted = keys.granted_model(name).partition(":")
+        yield f"{rule.prefix}:{granted}"
     elif rule.place is not KeyScope.READ:
         yield f"{rule.prefix}:{rule.pattern.replace('*', '{x}' if rule.pattern == '*' else 'x')}"
 
