@@ -278,6 +278,7 @@ def test_a_wrong_value_is_refused_with_its_path(values: dict[str, Any], named: s
         (_store(max_file_bytes=101 * 2**20), "gateway.settings.max_file_bytes"),
         (_store(max_batch_output_bytes="1GB"), "at most 100663296 bytes"),
         (_store("32mb", max_stored_bytes="9 MB"), "gateway.settings.max_stored_bytes"),
+        (_store(max_tenant_image_bytes="1GiB"), "gateway.settings.max_tenant_image_bytes"),
     ],
 )
 def test_values_that_contradict_each_other_are_refused_with_a_remedy(

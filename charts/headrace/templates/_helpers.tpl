@@ -424,7 +424,7 @@ true
 {{- end -}}
 {{- if eq .Values.redis.mode "bundled" -}}
 {{- $most := div (include "headrace.bytes" (dict "text" .Values.redis.bundled.maxMemory "redis" true) | int64) 4 -}}
-{{- range list "max_tenant_store_bytes" "max_file_bytes" "max_stored_bytes" "max_kept_embedding_bytes" "max_batch_output_bytes" -}}
+{{- range list "max_tenant_store_bytes" "max_file_bytes" "max_stored_bytes" "max_kept_embedding_bytes" "max_batch_output_bytes" "max_tenant_image_bytes" -}}
 {{- $asked := get $settings . -}}
 {{- if and $asked (gt (include "headrace.bytes" (dict "text" $asked) | int64) $most) -}}
 {{- $problems = append $problems (printf "gateway.settings.%s is over a quarter of redis.bundled.maxMemory, so that few tenants could fill Redis: lower it to at most %d bytes, or raise redis.bundled.maxMemory with the pod's memory" . $most) -}}

@@ -3,6 +3,7 @@
 import asyncio
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -27,9 +28,12 @@ from headrace_common.protocol.redis.engine import RedisEngineQueue
 from headrace_common.protocol.redis.limits import RedisKeyUsage
 from headrace_common.protocol.redis.loads import RedisModelLoads
 from headrace_common.protocol.redis.scripts import NAMES, Scripts
+from headrace_common.protocol.redis.slots import RedisSlot
 from headrace_common.protocol.registry import RegisteredModel, RegistrationGrant, digest_of
+from headrace_common.protocol.slots import SlotAction
 from headrace_common.protocol.store import StoredRequest
 from headrace_common.wire import keys
+from headrace_common.wire.images import ImageData, ImageSpan
 from headrace_common.wire.messages import Cancel, ChoiceState, Tokens
 from headrace_testing.backends import MODEL, OverRedis, make_request, make_status
 from headrace_testing.redis_sets import ClusterSet, ask
@@ -78,7 +82,10 @@ async def use_everything(redis_backend: OverRedis) -> None:
     gateway, engine = redis_backend.gateway(), redis_backend.engine(lease_ms=1)
     await gateway.start()
     await engine.start()
-    request, other = make_request(), make_request()
+    picture = ImageSpan(
+        digest=b"d" * 32, start=0, length=1, grid=(1, 2, 2), data=ImageData(b"picture", b"c")
+    )
+    request, other = replace(make_request(), images=(picture,)), make_request()
     for item in (request, other):
         await gateway.admit(item, LIMITS)
     assert (await gateway.queue_position(other.request_id, MODEL)) is not None
@@ -105,9 +112,12 @@ async def use_everything(redis_backend: OverRedis) -> None:
     await gateway.drain_rate(MODEL)
     await gateway.release(rid, MODEL, "e", 1)
     await gateway.note_given(rid, MODEL, 1)
+    await gateway.drop_images(request)
     shard = RedisEngineQueue(redis_backend.connect(), "e", MODEL)
     await shard.tenant_use(0.0)
     await shard.add_tenant_use({1: TenantUse("epoch", {"tenant": 1})})
+    slot = RedisSlot(redis_backend.connect(), "group", "e", MODEL)
+    await slot.act(SlotAction.TAKE, await slot.demand())
     await use_stores(redis_backend)
 
 
