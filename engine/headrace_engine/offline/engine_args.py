@@ -4,7 +4,7 @@ import argparse
 import json
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import MISSING, dataclass, field, fields
+from dataclasses import MISSING, Field, dataclass, field, fields
 from types import MappingProxyType, UnionType
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
@@ -75,7 +75,7 @@ class EngineArgs:
         """Adds a flag for each argument; returns the parser."""
         for kind in (EngineConfig, OfflineOptions):
             hints = get_type_hints(kind)
-            for one in fields(kind):
+            for one in own_fields(kind):
                 parser.add_argument(_flag(one.name), **_cli_options(one, hints[one.name]))
         for name in VLLM_ARGUMENTS:
             parser.add_argument(
@@ -153,8 +153,13 @@ def _unknown(name: str, known: set[str]) -> str:
     return f"unknown option {name}; {hint}known are {', '.join(sorted(known))}"
 
 
+def own_fields(kind: type[Any]) -> list[Field[Any]]:
+    """The fields that are arguments of an LLM: not those that VLLM_ARGUMENTS restricts."""
+    return [one for one in fields(kind) if one.name not in VLLM_ARGUMENTS]
+
+
 def _names(kind: type[Any]) -> list[str]:
-    return [one.name for one in fields(kind)]
+    return [one.name for one in own_fields(kind)]
 
 
 def _defaults(kind: type[Any]) -> dict[str, Any]:

@@ -87,7 +87,7 @@ def only(*neutral: Any, reason: str) -> tuple[BeforeValidator, WithJsonSchema]:
     return BeforeValidator(check), WithJsonSchema({"enum": [None, *neutral]})
 
 
-NO_MEDIA = "this server reads text only"
+NO_MEDIA = "this server reads text and images only"
 NO_SERVER_TOOLS = "this server runs no tools itself; give functions, and run them where you are"
 NO_TOOL_SEARCH = "there is no search for tools: give those that the model may call now"
 NO_SUCH_CHOICE = "it is none, auto, required, a function by name, or allowed_tools"

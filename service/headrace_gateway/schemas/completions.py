@@ -242,8 +242,8 @@ UNSUPPORTED: Refused = {
     "vllm_xargs": (({},), LEAVE_OUT),
     "kv_transfer_params": (({},), LEAVE_OUT),
     "prompt_embeds": ((), "send text or token ids"),
-    "mm_processor_kwargs": (({},), "this server reads text only"),
-    "media_io_kwargs": (({},), "this server reads text only"),
+    "mm_processor_kwargs": (({},), "images are read as preprocessor_config.json says"),
+    "media_io_kwargs": (({},), "images are read as they are"),
 }
 
 

@@ -17,7 +17,7 @@ from .schemas import NO_ASYNC_CALLS, NO_CALLS_BY_PROGRAMS, NO_NAMESPACES
 
 # Citations, or log probabilities of tokens, as in an answer's text.
 MAX_ANNOTATIONS = 2**16
-_TEXT_ONLY = "this server reads text only"
+_NO_MEDIA = "this server reads text and images only"
 _TEXT_PARTS = ("input_text", "output_text", "text", "reasoning_text", "summary_text")
 _IMAGE_PART = "input_image"
 
@@ -221,4 +221,4 @@ def _check_parts(fields: Mapping[str, Any], place: str, known: Collection[str]) 
             kind = part.get("type") if isinstance(part, dict) else None
             if isinstance(kind, str) and kind not in known:
                 where = f"{place}.{name}[{index}].type"
-                raise invalid(f"{where}: {kind!r:.60} is not supported: {_TEXT_ONLY}.", param=where)
+                raise invalid(f"{where}: {kind!r:.60} is not supported: {_NO_MEDIA}.", param=where)

@@ -4,7 +4,6 @@ A test compares the page with the one made here.
 """
 
 from collections.abc import Iterator, Mapping
-from dataclasses import fields
 from pathlib import Path
 
 from headrace_engine.core.config import EngineConfig
@@ -16,7 +15,7 @@ from headrace_engine.offline.arguments import (
     Meaning,
     Renamed,
 )
-from headrace_engine.offline.engine_args import OfflineOptions
+from headrace_engine.offline.engine_args import OfflineOptions, own_fields
 from headrace_engine.offline.prompts import UNSUPPORTED_PROMPT
 from headrace_engine.offline.sampling_params import UNSUPPORTED_SAMPLING
 
@@ -89,7 +88,7 @@ def page() -> str:
 
 
 def _names(kind: type[EngineConfig | OfflineOptions]) -> str:
-    return ", ".join(f"`{one.name}`" for one in fields(kind))
+    return ", ".join(f"`{one.name}`" for one in own_fields(kind))
 
 
 def _said(meaning: Meaning) -> str:
