@@ -14,6 +14,7 @@ import argparse
 import asyncio
 import json
 import os
+import random
 import re
 import tempfile
 from collections.abc import AsyncIterator
@@ -23,6 +24,7 @@ from dataclasses import asdict, dataclass
 from itertools import pairwise
 from pathlib import Path
 from statistics import median, quantiles
+from typing import Any
 
 import httpx
 
@@ -78,16 +80,17 @@ class Load:
                     stream.cancel()
 
     async def _stream(self, client: httpx.AsyncClient, number: int) -> None:
-        body = {
+        body: dict[str, Any] = {
             "model": "headrace-demo",
             "prompt": f"{number} " + "Once upon a time there was a river. " * 4,
-            "max_tokens": 256,
             "ignore_eos": True,
             "stream": True,
             "stream_options": {"include_usage": True, "continuous_usage_stats": True},
         }
+        lengths = random.Random(number)
         while True:
-            before = 0
+            # So short that streams begin and end at all times, and turns are alike.
+            body["max_tokens"], before = lengths.randint(16, 112), 0
             async with client.stream("POST", "/v1/completions", json=body) as response:
                 response.raise_for_status()
                 async for chunk in response.aiter_bytes():

@@ -91,6 +91,7 @@ class ImageBlock(Body):
     type: Literal["image"]
     source: Annotated[EncodedSource | UrlSource, Field(discriminator="type")]
     cache_control: CacheControl | None = None
+    transformations: Annotated[Any, *only([], reason="images are read as they are")] = None
 
 
 _Results = Annotated[

@@ -123,7 +123,7 @@ class ImagePart(Body):
 class ForeignImagePart(ImagePart):
     """An image of another API, whose field was called `field`."""
 
-    field: str = Field(exclude=True)
+    field: str = Field(exclude=True, max_length=256)
 
     def named(self, place: str) -> str:
         return self.field

@@ -154,7 +154,7 @@ def _content(message: Any) -> Any:
 
 PLACES = {
     "parts of chats": Place(
-        "chat", _content(ChatCompletionUserMessageParam), "text", _in_a_message
+        "chat", _content(ChatCompletionUserMessageParam), "text image_url", _in_a_message
     ),
     "tools of chats": Place(
         "chat", _hint("chat", "tools"), "function", lambda tool: {**CHAT, "tools": [tool]}
@@ -186,7 +186,7 @@ PLACES = {
     "blocks of messages": Place(
         "messages",
         _content(get_args(get_args(_hint("messages", "messages"))[0])[0]),
-        "text thinking tool_use tool_result",
+        "text image thinking tool_use tool_result",
         _in_a_message,
     ),
     "tools of messages": Place(

@@ -18,6 +18,7 @@ from .schemas import NO_ASYNC_CALLS, NO_CALLS_BY_PROGRAMS, NO_NAMESPACES
 # Citations, or log probabilities of tokens, as in an answer's text.
 MAX_ANNOTATIONS = 2**16
 _NO_MEDIA = "this server reads text and images only"
+_NO_IMAGES = "this model reads text only"
 _TEXT_PARTS = ("input_text", "output_text", "text", "reasoning_text", "summary_text")
 _IMAGE_PART = "input_image"
 
@@ -43,6 +44,7 @@ class ImagePart(Body):
     """`detail` has no effect: the model's own processor decides the size."""
 
     type: Literal["input_image"]
+    file_id: Annotated[Any, *only(reason="files are for batches; send image_url")] = None
     image_url: Text
     detail: Literal["auto", "low", "high", "original"] | None = None
     prompt_cache_breakpoint: FreeObject | None = None
@@ -221,4 +223,5 @@ def _check_parts(fields: Mapping[str, Any], place: str, known: Collection[str]) 
             kind = part.get("type") if isinstance(part, dict) else None
             if isinstance(kind, str) and kind not in known:
                 where = f"{place}.{name}[{index}].type"
-                raise invalid(f"{where}: {kind!r:.60} is not supported: {_NO_MEDIA}.", param=where)
+                reason = _NO_IMAGES if kind == _IMAGE_PART else _NO_MEDIA
+                raise invalid(f"{where}: {kind!r:.60} is not supported: {reason}.", param=where)
