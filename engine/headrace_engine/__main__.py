@@ -86,7 +86,7 @@ def main(arguments: list[str] | None = None, phases: StartPhases | None = None) 
         sealing = KeyringFile(settings)
         phases.begin("tokenizer")
         model = _source(settings).read() if settings.register_model else None
-        engine_id = _new_id()
+        engine_id = keys.new_incarnation(f"{socket.gethostname()}.{os.getpid()}")
         load = partial(_load, settings, model, phases)
         name = settings.display_name
         with announced_start(_redis(settings), settings.name, engine_id, name, phases):
@@ -96,7 +96,7 @@ def main(arguments: list[str] | None = None, phases: StartPhases | None = None) 
                 phases.begin("turn")
                 runner, engine, grammars = asyncio.run(_load_in_turn(settings, engine_id, load))
         files = None if model is None else model.files
-        asyncio.run(serve(settings, engine, sealing, grammars, runner, files, engine_id, phases))
+        asyncio.run(serve(settings, engine_id, phases, engine, sealing, grammars, runner, files))
         engine.close(CLOSE_SECONDS)
         if runner.peers is not None:  # after a failure, they end with this process
             runner.peers.close()
@@ -109,10 +109,6 @@ def main(arguments: list[str] | None = None, phases: StartPhases | None = None) 
         write_termination_message(error.code, str(error))
         return EXIT_FAILED if error.code in FAILURES else EXIT_CONFIG
     return 0
-
-
-def _new_id() -> str:
-    return keys.new_incarnation(f"{socket.gethostname()}.{os.getpid()}")
 
 
 async def _load_in_turn(settings: EngineSettings, engine_id: str, load: Callable[[], T]) -> T:
@@ -180,17 +176,15 @@ def _grammars(
 
 async def serve(
     settings: EngineSettings,
+    engine_id: str,
+    phases: StartPhases,
     engine: Engine,
     sealing: KeyringFile,
     grammars: GrammarCompiler | None = None,
     runner: ModelRunner | None = None,
     files: CheckpointFiles | None = None,
-    engine_id: str | None = None,
-    phases: StartPhases | None = None,
 ) -> None:
     """Serves until SIGTERM or a drain message. Raises the error that ended the service."""
-    engine_id = engine_id or _new_id()
-    phases = phases or StartPhases()
     phases.begin("telemetry")
     connection = _connection(settings, sealing)
     queue = ShardedEngineQueue(
