@@ -115,7 +115,7 @@ controls: st.SearchStrategy[Control] = (
 )
 
 
-@given(ids, st.lists(replies, max_size=5).map(tuple))
+@given(ids, st.lists(replies, max_size=2).map(tuple))
 def test_a_frame_is_decoded_unchanged(engine_id: str, items: tuple[Reply, ...]) -> None:
     frame = Frame(engine_id, items)
     assert decode_frame(encode_frame(frame)) == frame
