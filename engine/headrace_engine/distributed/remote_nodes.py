@@ -34,7 +34,7 @@ LOG_INTERVAL, POLL = 10.0, 0.1
 MAX_MESSAGE = 2**14
 # Characters of a problem that nodes tell each other.
 MAX_PROBLEM = 2000
-# Refused connections are logged for so many addresses.
+# The most addresses whose refused connections are logged.
 MAX_LOGGED = 100
 LINKS = ("commands", "store")
 
