@@ -3,6 +3,7 @@
 Nodes are threads and bare connections here; `test_e2e/test_nodes.py` has them as processes.
 """
 
+import json
 import socket
 import struct
 from collections.abc import Callable, Iterator, Mapping
@@ -145,7 +146,7 @@ def test_a_node_with_another_model_is_refused(config: EngineConfig, tmp_path: Pa
 
 def test_what_belongs_to_one_node_may_differ(config: EngineConfig, tmp_path: Path) -> None:
     (tmp_path / "copy").symlink_to(config.model)
-    own = {"model": str(tmp_path / "copy"), "threads": 3, "policy": "priority"}
+    own: dict[str, Any] = {"model": str(tmp_path / "copy"), "threads": 3, "policy": "priority"}
     with node_0(config) as zero, ExitStack() as opened:
         reply, control = greet(config, introduction(node(config, **own)))
         opened.callback(control.close)
@@ -181,7 +182,7 @@ def test_node_0_does_not_believe_a_proof_without_the_secret(
         liar = Greeting(sock, SECRET, LIMIT_S)
         liar.send({"protocol": "headrace-nodes-1", "nonce": "0"})
         proof = liar._receive()["proof"]
-        liar.send({"content": "{}", "proof": proof})
+        liar.send({"content": json.dumps(introduction(node(config))), "proof": proof})
         assert sock.recv(1) == b""
         assert zero.waits
 
@@ -299,7 +300,8 @@ def test_a_port_that_is_taken_is_named(config: EngineConfig) -> None:
 
 
 def test_ranks_of_other_nodes_use_node_0s_store() -> None:
-    store: Any = dist.HashStore()
+    torch_distributed: Any = dist
+    store = torch_distributed.HashStore()
     ours, theirs = Pipe()
     thread = Thread(target=serve_store, args=(store, ours))
     thread.start()
