@@ -15,6 +15,7 @@ from headrace_common.protocol.adapter_control import AdapterControl
 from headrace_common.protocol.base import EngineStatus
 from headrace_common.protocol.live import ScalingDecision
 from headrace_common.protocol.registry import RegisteredModel, digest_of
+from headrace_operator import names
 from headrace_operator.app.controller import Controller
 from headrace_operator.app.handlers import configure, register
 from headrace_operator.cleaning.registry_cleaner import RegistryCleaner
@@ -180,7 +181,14 @@ async def _operate(
     registry, settings = kopf.OperatorRegistry(), kopf.OperatorSettings()
     configure(settings)
     settings.queueing.idle_timeout = settings.queueing.exit_timeout = 0.05
-    register(registry, controller, reconciler, [cleaner], 0.05)
+    register(
+        registry,
+        controller,
+        reconciler,
+        [cleaner],
+        0.05,
+        leader_worker_sets=await cluster.serves(names.LEADER_WORKER_SETS),
+    )
 
     @kopf.on.login(registry=registry)
     def log_in(**_: object) -> kopf.ConnectionInfo:
