@@ -313,7 +313,7 @@ class EngineSpec(SpecSection):
     image_pull_secrets: tuple[ObjectName, ...] = Field((), max_length=32, strict=False)
     """Names of Secrets with registry credentials."""
     resources: ResourcesSpec = ResourcesSpec()
-    """CPU and memory. GPUs are asked for by `gpu`."""
+    """CPU and memory of each pod. GPUs are asked for by `gpu`."""
     gpu: GpuSpec | None = None
     """GPUs of one engine; without it the engine runs on the CPU."""
     tensor_parallel_size: int = Field(1, ge=1, le=64)
@@ -345,7 +345,8 @@ class EngineSpec(SpecSection):
     startup_timeout_seconds: int = Field(1800, ge=10, le=86400)
     """How long loading the model may take before the engine is restarted."""
     rollout: RolloutSpec = RolloutSpec()
-    """How a change reaches the engines. By default a new one is ready before an old one goes."""
+    """How a change reaches the engines. By default a new one is ready before an old one goes.
+    StatefulSets always replace one engine after the other."""
     node_selector: dict[str, str] = Field(default_factory=dict)
     """Node labels that engines need."""
     tolerations: tuple[Opaque, ...] = Field((), strict=False)

@@ -134,16 +134,18 @@ def engine_status(
 
 
 @asynccontextmanager
-async def operator(user: User, scene: Scene) -> AsyncIterator[set[tuple[str, str]]]:
-    """Runs the operator, with short intervals, until the block ends; yields the keys that it
-    manages.
+async def operator(
+    user: User, scene: Scene, interval: float = 0.05
+) -> AsyncIterator[set[tuple[str, str]]]:
+    """Runs the operator until the block ends; yields the keys that it manages. Without an event it
+    reconciles every `interval` seconds.
 
     It runs in a thread with its own event loop: kopf waits at its end for every task of its loop,
     and the API server's would be among them.
     """
     stop, keys = threading.Event(), set[tuple[str, str]]()
     running = asyncio.create_task(
-        asyncio.to_thread(lambda: asyncio.run(_operate(user.url, scene, stop, keys)))
+        asyncio.to_thread(lambda: asyncio.run(_operate(user.url, scene, stop, keys, interval)))
     )
     try:
         yield keys
@@ -153,7 +155,7 @@ async def operator(user: User, scene: Scene) -> AsyncIterator[set[tuple[str, str
 
 
 async def _operate(
-    url: str, scene: Scene, stop: threading.Event, keys: set[tuple[str, str]]
+    url: str, scene: Scene, stop: threading.Event, keys: set[tuple[str, str]], interval: float
 ) -> None:
     cluster = Cluster(Configuration(host=url))
     histories = ScalingHistories(cluster)
@@ -177,7 +179,7 @@ async def _operate(
         ),
     )
     cleaner = RegistryCleaner(cluster, scene.registry, directory, NAMESPACE, scene.clock)
-    controller = _Watched(keys, reconciler.reconcile, interval=0.05, gap=0.01)
+    controller = _Watched(keys, reconciler.reconcile, interval=interval, gap=0.01)
     registry, settings = kopf.OperatorRegistry(), kopf.OperatorSettings()
     configure(settings)
     settings.queueing.idle_timeout = settings.queueing.exit_timeout = 0.05

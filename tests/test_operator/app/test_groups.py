@@ -88,6 +88,30 @@ async def test_engines_that_run_stay_when_leader_worker_set_is_installed(
 
 
 @pytest.mark.parametrize(
+    ("api_version", "plural", "name", "engine"),
+    [
+        ("apps/v1", "deployments", "qwen-engine", {}),
+        ("apps/v1", "statefulsets", "qwen-engine-n1", TWO),
+        (names.LEADER_WORKER_SETS, "leaderworkersets", "qwen-engine", TWO),
+    ],
+)
+async def test_a_change_of_a_workload_is_an_event(
+    user: User, scene: Scene, api_version: str, plural: str, name: str, engine: dict[str, Any]
+) -> None:
+    if plural == "leaderworkersets":
+        user.server.install(LWS, "LeaderWorkerSet")
+
+    def count() -> Any:
+        return (user.server.find(plural, name) or {}).get("spec", {}).get("replicas")
+
+    async with operator(user, scene, interval=3600):
+        await user.create(body(engine=engine, replicas=2, scaling=BY_HAND))
+        await until(lambda: count() == 2 and status(user).get("conditions"))
+        await user.patch(api_version, plural, name, {"spec": {"replicas": 7}})
+        await until(lambda: count() == 2)
+
+
+@pytest.mark.parametrize(
     ("make", "top"), [(set_pod, "qwen-engine-n0-1"), (group_pod, "qwen-engine-1")]
 )
 async def test_scale_down_drains_the_engine_that_kubernetes_removes(

@@ -4,6 +4,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+from kubernetes import client
 
 from headrace_operator import names
 from headrace_operator.desired.companions import disruption_budget
@@ -51,6 +52,19 @@ def test_each_node_has_a_stateful_set_whose_pods_know_their_rank_and_node_0() ->
         )
     sets = [each["spec"]["selector"]["matchLabels"] for each in found]
     assert sets[0] != sets[1]
+
+
+@pytest.mark.parametrize("kind", list(WorkloadKind))
+def test_kubernetes_knows_every_field_of_the_workloads(kind: WorkloadKind) -> None:
+    engine = ENGINE if kind.group_labels else {}
+    for found in workloads(service(engine=engine), PLATFORM, kind, replicas=1):
+        if kind is WorkloadKind.LEADER_WORKER_SET:
+            template = found["spec"]["leaderWorkerTemplate"]["workerTemplate"]
+            client.V1PodTemplateSpec.model_validate(template)
+        elif kind is WorkloadKind.STATEFUL_SET:
+            client.V1StatefulSet.model_validate(found)
+        else:
+            client.V1Deployment.model_validate(found)
 
 
 def test_pods_find_node_0_before_it_is_ready() -> None:
