@@ -59,6 +59,7 @@ from .model_runner.model_runner import ModelRunner
 from .scheduler.policies import make_policy
 from .serving.adapter_loading import AdapterLoading
 from .serving.model_registration import ModelFiles, ModelRegistration, ModelSource
+from .serving.rank_node_process import run_rank_node
 from .serving.settings import EngineSettings
 from .serving.start_notice import announced_start
 from .serving.turn_taking import TurnTaking, load_in_turn
@@ -82,6 +83,9 @@ def main(arguments: list[str] | None = None, phases: StartPhases | None = None) 
     if settings is None:
         return EXIT_CONFIG
     try:
+        if settings.node_rank:
+            run_rank_node(settings, phases)
+            return 0
         # Before the weights, which may take minutes to load.
         sealing = KeyringFile(settings)
         phases.begin("tokenizer")
@@ -230,9 +234,10 @@ async def serve(
             phases,
             reader,
         )
+        running_loop = asyncio.get_running_loop()
         if runner is not None and runner.peers is not None:
             runner.peers.watch(worker.fail)
-        running_loop = asyncio.get_running_loop()
+            runner.peers.on_drain(partial(running_loop.call_soon_threadsafe, worker.end))
         for number in (signal.SIGTERM, signal.SIGINT):
             running_loop.add_signal_handler(number, worker.end)
         await worker.run()

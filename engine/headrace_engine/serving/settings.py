@@ -78,12 +78,35 @@ class EngineSettings(BaseSettings):
         1,
         ge=1,
         description="processes that share the model, each with its own GPU (or some of the cores) "
-        "of this machine; docs/parallelism.md",
+        "of its machine; docs/parallelism.md",
     )
     enable_expert_parallel: bool = Field(
         False,
         description="each of these processes has whole experts of a mixture, instead of a part of "
         "every expert; docs/parallelism.md",
+    )
+    nnodes: int = Field(
+        1,
+        ge=1,
+        description="machines or pods that run these processes, as many on each; "
+        "docs/parallelism.md",
+    )
+    node_rank: int = Field(
+        0, ge=0, description="number of this node: 0 is the engine, the others only run processes"
+    )
+    master_addr: str = Field(
+        "127.0.0.1", min_length=1, description="address of node 0, at which the others reach it"
+    )
+    master_port: int = Field(
+        29501, ge=1, le=65535, description="port of node 0 on which the others join"
+    )
+    node_secret_file: str | None = Field(
+        None,
+        description="file with a secret that all nodes of the engine know; without it, whoever "
+        "reaches master_port while node 0 waits can join",
+    )
+    node_timeout: float = Field(
+        15.0, ge=1, description="seconds without a sign of life until a node counts as lost"
     )
     attention_backend: str = Field("auto", description="auto, reference, cpu, flash or triton")
     model_implementation: Literal["auto", "native", "transformers"] = Field(
@@ -363,6 +386,12 @@ class EngineSettings(BaseSettings):
             device=self.device,
             tensor_parallel_size=self.tensor_parallel_size,
             enable_expert_parallel=self.enable_expert_parallel,
+            nnodes=self.nnodes,
+            node_rank=self.node_rank,
+            master_addr=self.master_addr,
+            master_port=self.master_port,
+            node_secret_file=self.node_secret_file,
+            node_timeout=self.node_timeout,
             attention_backend=self.attention_backend,
             model_implementation=self.model_implementation,
             task=self.task,

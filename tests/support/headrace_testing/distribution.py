@@ -22,6 +22,7 @@ TOGETHER: Mapping[str, tuple[str, ...]] = {
         "test_chaos/test_faults.py",
         *_e2e("adapter_rounds", "checkpoints", "costly_grammars", "discovery", "images", "lora"),
         *_e2e(
+            "nodes",
             "placement",
             "policies",
             "previous_release",

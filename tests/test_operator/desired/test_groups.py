@@ -6,9 +6,11 @@ from typing import Any
 import pytest
 from kubernetes import client
 
+from headrace_engine.serving.settings import EngineSettings
 from headrace_operator import names
 from headrace_operator.desired.companions import disruption_budget
 from headrace_operator.desired.companions import service as headless_service
+from headrace_operator.desired.environment import PREFIX
 from headrace_operator.desired.groups import leader_worker_set, stateful_sets
 from headrace_operator.desired.network import network_policy
 from headrace_operator.desired.workloads import WorkloadKind, workloads
@@ -52,6 +54,25 @@ def test_each_node_has_a_stateful_set_whose_pods_know_their_rank_and_node_0() ->
         )
     sets = [each["spec"]["selector"]["matchLabels"] for each in found]
     assert sets[0] != sets[1]
+
+
+def test_every_variable_of_a_node_is_a_setting_of_the_engine(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Kubernetes replaces the reference in the address."""
+    platform = replace(PLATFORM, queue_users=True)
+    _, second = stateful_sets(service(engine=ENGINE), platform, replicas=1)
+    for name, value in env(second["spec"]["template"]).items():
+        if name.startswith(PREFIX):
+            assert name.removeprefix(PREFIX).lower() in EngineSettings.model_fields
+            monkeypatch.setenv(name, value)
+    read = EngineSettings()
+    assert (read.nnodes, read.node_rank, read.tensor_parallel_size) == (2, 1, 4)
+    assert (read.master_addr, read.master_port) == (
+        "qwen-engine-n0-$(ENGINE_INDEX).qwen-engine",
+        EngineSettings.model_fields["master_port"].default,
+    )
+    assert read.node_secret_file == "/etc/headrace/redis-user/password"
 
 
 @pytest.mark.parametrize("kind", list(WorkloadKind))

@@ -313,6 +313,8 @@ def test_engine_settings_are_those_of_the_engine() -> None:
     own |= {"metrics_host", "metrics_port", "metrics_fd", "owner", "register_model"}
     own |= {"after_drain", "hold_waiting", "display_name"}
     own |= {"tensor_parallel_size", "enable_expert_parallel"}
+    own |= {"nnodes", "node_rank", "master_addr", "master_port"}
+    own |= {"node_secret_file", "node_timeout"}
     own |= {"redis_credentials", "sealing_keys_file", "sealing_mode"}
     own |= {"enable_lora", "lora_modules", "max_loras", "max_lora_rank", "max_cpu_loras"}
     own |= {"lora_dir", "lora_hub", "lora_experts"}
