@@ -16,6 +16,7 @@ from headrace_common.protocol.redis.live import RedisDecisionWriter
 from headrace_common.protocol.redis.registry import RedisModelRegistry
 from headrace_common.wire import keys
 
+from .. import names
 from ..cleaning.redis_users import RedisUsers
 from ..cleaning.registry_cleaner import RegistryCleaner
 from ..cluster.cluster import Cluster
@@ -136,7 +137,14 @@ async def run(
     configure(operator_settings)
     _log_in(registry, vault_login)
     async with build(settings, cluster, telemetry) as (controller, reconciler, background_tasks):
-        register(registry, controller, reconciler, background_tasks, settings.resync_interval)
+        register(
+            registry,
+            controller,
+            reconciler,
+            background_tasks,
+            settings.resync_interval,
+            leader_worker_sets=await cluster.serves(names.LEADER_WORKER_SETS),
+        )
         await kopf.operator(
             registry=registry,
             settings=operator_settings,

@@ -1,6 +1,6 @@
 """HorizontalPodAutoscaler and ScaledObject for modes hpa and keda.
 
-Both set the ModelService's own scale, never the Deployment's: the operator follows that number and
+Both set the ModelService's own scale, never the workload's: the operator follows that number and
 drains the engine that has to go.
 """
 

@@ -25,7 +25,7 @@ class Unwanted:
 
 
 def companions_of(service: ModelService, platform: Platform) -> list[Manifest]:
-    """All objects that the service owns except Deployments, in the order in which they are
+    """All objects that the service owns except workloads, in the order in which they are
     needed."""
     found = [
         companions.service_account(service),

@@ -13,6 +13,7 @@ from headrace_common.protocol.live import ScalingDecision
 
 from .. import names
 from ..cluster.drain import Draining
+from ..desired.workloads import WorkloadKind
 from ..errors import OperatorError
 from ..scaling.decision import Decision
 from ..scaling.reason import Reason, ScalingLimit
@@ -48,7 +49,8 @@ class Condition:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Observations:
-    """The observations and actions of a reconciliation. Counts are of the stable track.
+    """The observations and actions of a reconciliation. Counts are of the stable track; an
+    engine counts once however many pods it has.
 
     `problem` is (reason, message) of a problem that will not end by itself. `signals_problem` is
     why there are no signals. `cold_start` is the seconds that an engine needs from its start until
@@ -69,6 +71,7 @@ class Observations:
     signals_problem: str | None = None
     adapters: tuple[AdapterStatus, ...] | None = ()
     asleep: int = 0
+    kind: WorkloadKind = WorkloadKind.DEPLOYMENT
 
     @property
     def backlog(self) -> int | None:
@@ -98,7 +101,7 @@ def status_of(
     return {
         "observedGeneration": service.generation,
         "model": service.served_name,
-        "selector": names.selector_text(names.track_selector(service.name, names.STABLE)),
+        "selector": names.selector_text(seen.kind.selector(service.name)),
         "replicas": seen.replicas,
         "readyReplicas": seen.ready,
         "desiredReplicas": seen.desired,

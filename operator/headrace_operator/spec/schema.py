@@ -204,7 +204,7 @@ def status_schema() -> Schema:
         {
             "observedGeneration": _number("Generation of the spec that this is about."),
             "model": _text("Name under which clients ask for the model."),
-            "selector": _text("Labels of the engines' pods, for autoscalers."),
+            "selector": _text("Labels of the engines' pods, one of each, for autoscalers."),
             "replicas": _number("Engines that there are, ready or not, canaries left out."),
             "readyReplicas": _number("Those of them that take requests."),
             "desiredReplicas": _number("Engines that there should be."),
@@ -250,7 +250,7 @@ def status_schema() -> Schema:
                 "items": _object(
                     "One of them.",
                     {
-                        "pod": _text("Its pod."),
+                        "pod": _text("Its pod; of several the one of node 0."),
                         "engine": _text("Its id in the queue."),
                         "since": _time("Since when."),
                     },

@@ -21,6 +21,7 @@ READY_POD = [{"type": "Ready", "status": "True"}]
 _KINDS = {
     "headrace.dev/v1alpha1/modelservices": "ModelService",
     "apps/v1/deployments": "Deployment",
+    "apps/v1/statefulsets": "StatefulSet",
     # kopf waits for the next two fields, though it does not read them
     "v1/namespaces": "Namespace",
     "apiextensions.k8s.io/v1/customresourcedefinitions": "CustomResourceDefinition",
@@ -48,12 +49,16 @@ class ApiServer(kmock.KubernetesEmulator):
         self.written: list[tuple[str, str, Manifest]] = []
         self._numbers = itertools.count(1)
         for resource, kind in _KINDS.items():
-            self.resources[resource] = kmock.ResourceInfo(
-                kind=kind,
-                singular=kind.lower(),
-                namespaced=True,
-                verbs={"get", "list", "watch", "create", "patch", "update", "delete"},
-            )
+            self.install(resource, kind)
+
+    def install(self, resource: str, kind: str) -> None:
+        """Serves a kind, as after its definition was created."""
+        self.resources[resource] = kmock.ResourceInfo(
+            kind=kind,
+            singular=kind.lower(),
+            namespaced=True,
+            verbs={"get", "list", "watch", "create", "patch", "update", "delete"},
+        )
 
     async def _handle(self, request: Any) -> web.StreamResponse:
         if request.resource is None:
@@ -230,8 +235,9 @@ def pod(
     ip: str = "127.0.0.1",
     port: int = names.METRICS_PORT,
     conditions: Sequence[Mapping[str, str]] | None = None,
+    labels: Mapping[str, str] | None = None,
 ) -> Manifest:
-    """A running engine pod of a ModelService."""
+    """A running engine pod of a ModelService, with further labels."""
     if conditions is None:
         conditions = READY_POD if ready else []
     return {
@@ -240,7 +246,7 @@ def pod(
         "metadata": {
             "name": name,
             "namespace": NAMESPACE,
-            "labels": {**names.labels(service), names.TRACK: track},
+            "labels": {**names.labels(service), names.TRACK: track, **(labels or {})},
             "creationTimestamp": "2026-01-01T00:00:00Z",
         },
         "spec": {
@@ -253,3 +259,16 @@ def pod(
         },
         "status": {"phase": "Running", "podIP": ip, "conditions": list(conditions)},
     }
+
+
+def set_pod(service: str, index: int, rank: int, *, ready: bool = True) -> Manifest:
+    """The pod of node `rank` of engine `index`, as its StatefulSet makes it."""
+    labels = {names.POD_INDEX: str(index), names.NODE_RANK: str(rank)}
+    return pod(f"{service}-engine-n{rank}-{index}", service, ready=ready, labels=labels)
+
+
+def group_pod(service: str, index: int, rank: int, *, ready: bool = True) -> Manifest:
+    """The pod of node `rank` of engine `index`, as LeaderWorkerSet makes it."""
+    labels = {names.GROUP_INDEX: str(index), names.WORKER_INDEX: str(rank)}
+    name = f"{service}-engine-{index}" + (f"-{rank}" if rank else "")
+    return pod(name, service, ready=ready, labels=labels)

@@ -15,6 +15,7 @@ from headrace_common.protocol.adapter_control import AdapterControl
 from headrace_common.protocol.base import EngineStatus
 from headrace_common.protocol.live import ScalingDecision
 from headrace_common.protocol.registry import RegisteredModel, digest_of
+from headrace_operator import names
 from headrace_operator.app.controller import Controller
 from headrace_operator.app.handlers import configure, register
 from headrace_operator.cleaning.registry_cleaner import RegistryCleaner
@@ -133,16 +134,18 @@ def engine_status(
 
 
 @asynccontextmanager
-async def operator(user: User, scene: Scene) -> AsyncIterator[set[tuple[str, str]]]:
-    """Runs the operator, with short intervals, until the block ends; yields the keys that it
-    manages.
+async def operator(
+    user: User, scene: Scene, interval: float = 0.05
+) -> AsyncIterator[set[tuple[str, str]]]:
+    """Runs the operator until the block ends; yields the keys that it manages. Without an event it
+    reconciles every `interval` seconds.
 
     It runs in a thread with its own event loop: kopf waits at its end for every task of its loop,
     and the API server's would be among them.
     """
     stop, keys = threading.Event(), set[tuple[str, str]]()
     running = asyncio.create_task(
-        asyncio.to_thread(lambda: asyncio.run(_operate(user.url, scene, stop, keys)))
+        asyncio.to_thread(lambda: asyncio.run(_operate(user.url, scene, stop, keys, interval)))
     )
     try:
         yield keys
@@ -152,7 +155,7 @@ async def operator(user: User, scene: Scene) -> AsyncIterator[set[tuple[str, str
 
 
 async def _operate(
-    url: str, scene: Scene, stop: threading.Event, keys: set[tuple[str, str]]
+    url: str, scene: Scene, stop: threading.Event, keys: set[tuple[str, str]], interval: float
 ) -> None:
     cluster = Cluster(Configuration(host=url))
     histories = ScalingHistories(cluster)
@@ -176,11 +179,18 @@ async def _operate(
         ),
     )
     cleaner = RegistryCleaner(cluster, scene.registry, directory, NAMESPACE, scene.clock)
-    controller = _Watched(keys, reconciler.reconcile, interval=0.05, gap=0.01)
+    controller = _Watched(keys, reconciler.reconcile, interval=interval, gap=0.01)
     registry, settings = kopf.OperatorRegistry(), kopf.OperatorSettings()
     configure(settings)
     settings.queueing.idle_timeout = settings.queueing.exit_timeout = 0.05
-    register(registry, controller, reconciler, [cleaner], 0.05)
+    register(
+        registry,
+        controller,
+        reconciler,
+        [cleaner],
+        0.05,
+        leader_worker_sets=await cluster.serves(names.LEADER_WORKER_SETS),
+    )
 
     @kopf.on.login(registry=registry)
     def log_in(**_: object) -> kopf.ConnectionInfo:
