@@ -16,8 +16,8 @@ from .result import Objectives, Sample, SimulationResult, Timings, quantiles
 from .scalers import SimulatedScaler
 from .workload import Trace
 
-RATE_WINDOW = 60.0
-"""Seconds over which rates are measured, as by a Prometheus `rate(...[1m])`."""
+RATE_WINDOW = 5.0
+"""Seconds over which rates are measured, as by the operator from two readings of pods' pages."""
 SAMPLE_EVERY = 60.0
 # Events at the same time run in this order.
 _ENGINE, _ARRIVAL, _READY, _SCALING = range(4)
