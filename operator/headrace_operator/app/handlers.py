@@ -7,6 +7,7 @@ from typing import Any, Protocol
 import kopf
 
 from .. import names
+from ..reconciliation.node_notices import NodeNotices
 from ..reconciliation.reconciler import Reconciler
 from .controller import Controller
 
@@ -80,6 +81,16 @@ def register(
         for task in running:
             task.cancel()
         await asyncio.gather(*running, return_exceptions=True)
+
+
+def register_nodes(registry: kopf.OperatorRegistry, notices: NodeNotices) -> None:
+    """Adds the handler of nodes."""
+
+    @kopf.on.event("v1", "nodes", registry=registry)
+    async def node(type: str | None, name: str | None, body: kopf.Body, **_: Any) -> None:
+        """Handles changes of a node's taints, and its end."""
+        taints = () if type == "DELETED" else body.spec.get("taints") or ()
+        await notices.note(name or "", taints)
 
 
 def configure(settings: kopf.OperatorSettings) -> None:

@@ -7,6 +7,7 @@ engine keeps running, so that the kubelet does not restart it. SIGTERM drains to
 lost if one of these steps is missed.
 """
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
@@ -127,7 +128,8 @@ class EngineControl(Protocol):
 
     async def engines(self, model: str) -> Sequence[EngineStatus]: ...
 
-    async def drain(self, engine_id: str, model: str) -> None: ...
+    async def drain(self, engine_id: str, model: str, within: float = math.inf) -> None:
+        """Tells an engine to drain; it has to end `within` seconds."""
 
     async def recall(self, engine_id: str, model: str) -> None: ...
 
@@ -141,8 +143,9 @@ class QueueEngineControl:
     async def engines(self, model: str) -> Sequence[EngineStatus]:
         return await self._queue.engines(model)
 
-    async def drain(self, engine_id: str, model: str) -> None:
-        await self._queue.send(engine_id, model, Drain())
+    async def drain(self, engine_id: str, model: str, within: float = math.inf) -> None:
+        limit = None if within == math.inf else round(within * 1000)
+        await self._queue.send(engine_id, model, Drain(within_ms=limit))
 
     async def recall(self, engine_id: str, model: str) -> None:
         await self._queue.send(engine_id, model, Recall())

@@ -1,5 +1,6 @@
 """Reads engine pods from the API server: readiness, addresses, starts."""
 
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from datetime import datetime
 from typing import Any
@@ -23,9 +24,10 @@ def live(pods: Iterable[Manifest]) -> list[Manifest]:
     ]
 
 
-def terminating(pods: Iterable[Manifest]) -> set[str]:
-    """Names of the pods that Kubernetes is about to end."""
-    return {pod["metadata"]["name"] for pod in pods if "deletionTimestamp" in pod["metadata"]}
+def terminating(pods: Iterable[Manifest]) -> dict[str, float]:
+    """Names of the pods that Kubernetes is about to end, and their grace periods in seconds."""
+    found = [pod["metadata"] for pod in pods if "deletionTimestamp" in pod["metadata"]]
+    return {meta["name"]: meta.get("deletionGracePeriodSeconds", math.inf) for meta in found}
 
 
 def of_track(pods: Iterable[Manifest], track: str) -> list[Manifest]:

@@ -25,6 +25,7 @@ from ..spec.prometheus_urls import PrometheusUrls
 from ..spec.reserved import Reserved, check_cache, possible_caches
 from . import engine_pods, pod_problems
 from .adapter_sync import AdapterSync
+from .canary_sync import CanarySync
 from .recorder import Recorder
 from .registrations import Registrations, RegistrationStatus
 from .scaler import Scaled, Scaler
@@ -51,7 +52,8 @@ DRAIN_INTERVAL = 1.0  # seconds, so that a drained engine is removed soon
 class Reconciler:
     """Reconciles all ModelServices; make one call at a time for each. `clock`: Unix seconds.
 
-    `decisions` shows the numbers of engines to consoles. `adapters` writes adapters to the queue.
+    `decisions` shows the numbers of engines to consoles. `adapters` writes adapters to the queue,
+    `canaries` the canaries' shares of the requests.
     """
 
     def __init__(
@@ -67,11 +69,13 @@ class Reconciler:
         reserved: Reserved,
         decisions: DecisionWriter | None = None,
         adapters: AdapterSync | None = None,
+        canaries: CanarySync | None = None,
     ) -> None:
         self._prometheus_urls = prometheus_urls
         self._reserved = reserved
         self._decisions = decisions
         self._adapters = adapters
+        self._canaries = canaries
         self._cluster = cluster
         self._platform = platform
         self._scaler = scaler
@@ -166,6 +170,8 @@ class Reconciler:
         seen = _seen(current, scaled, stable, pods, refused or _problem(service, registration))
         if self._adapters is not None and registration.rival is None:
             seen = replace(seen, adapters=await self._adapters.sync(service))
+        if self._canaries is not None and registration.rival is None:
+            await self._canaries.sync(service)
         await self._announce(body, service, deployed, scaled)
         await self._show(service, seen)
         await self._tell(body, status_of(service, seen, previous, now))

@@ -5,7 +5,7 @@ reconciler writes the count.
 """
 
 import logging
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,6 +22,7 @@ from ..signals.signals import Signals, SignalSource, observation
 from ..spec.model_service import ModelService
 from ..spec.scaling_policy import scaling_policy
 from . import engine_pods
+from .node_notices import NodeNotices
 from .scaling_history import ScalingHistories
 
 logger = logging.getLogger(__name__)
@@ -47,7 +48,10 @@ class Scaled:
 
 
 class Scaler:
-    """Scales all ModelServices; make one call at a time for each of them."""
+    """Scales all ModelServices; make one call at a time for each of them.
+
+    `notices` knows the nodes that are about to end.
+    """
 
     def __init__(
         self,
@@ -55,7 +59,9 @@ class Scaler:
         signals: SignalSource,
         directory: EngineControl,
         histories: ScalingHistories,
+        notices: NodeNotices | None = None,
     ) -> None:
+        self._notices = notices
         self._cluster = cluster
         self._signals = signals
         self._directory = directory
@@ -70,12 +76,12 @@ class Scaler:
         draining: Sequence[Draining],
         now: float,
         registered: bool = True,
-        terminating: Collection[str] = (),
+        terminating: Mapping[str, float] | None = None,
     ) -> Scaled:
         """Decides and drains. `deployed` is the Deployment's count; None if there is none yet.
 
-        `terminating` are pods that Kubernetes is ending. `registered` False: gateways do not know
-        the model until an engine registers it.
+        `terminating` are pods that Kubernetes is ending, with their grace periods. `registered`
+        False: gateways do not know the model until an engine registers it.
         """
         signals, problem = await self._read(service, pods)
         problem = problem or _unmeasured(signals, pods)
@@ -96,7 +102,7 @@ class Scaler:
         asleep = 0
         if len(pods) <= replicas:  # otherwise Kubernetes has not yet chosen the pods to delete
             asleep = await self._set_right(
-                service, pods, [victim.pod for victim in still], terminating
+                service, pods, [victim.pod for victim in still], terminating or {}
             )
         return Scaled(
             replicas=replicas,
@@ -181,22 +187,27 @@ class Scaler:
         service: ModelService,
         pods: Sequence[Manifest],
         victims: Sequence[str],
-        terminating: Collection[str],
+        terminating: Mapping[str, float],
     ) -> int:
         """Recalls draining engines whose pods stay, and drains engines whose pods go; returns how
         many engines sleep.
 
-        SIGTERM may not reach an engine, for example if an image runs it below a shell.
+        SIGTERM may not reach an engine, for example if an image runs it below a shell. A pod may
+        also have less time than its engine knows: because its node ends, or it was deleted with a
+        shorter grace period.
         """
+        ending = {**terminating, **self._on_ending_nodes(pods)}
         try:
             statuses = await self._directory.engines(service.served_name)
             for engine_id in engines_to_recall(
-                engine_pods.engine_pods(pods, statuses, {}), victims
+                engine_pods.engine_pods(pods, statuses, {}), [*victims, *ending]
             ):
                 await self._directory.recall(engine_id, service.served_name)
             for status in statuses:
-                if not status.draining and names.pod_of_engine(status.engine_id) in terminating:
-                    await self._directory.drain(status.engine_id, service.served_name)
+                left = ending.get(names.pod_of_engine(status.engine_id))
+                short = left is not None and left < service.spec.drain.timeout_seconds
+                if left is not None and (not status.draining or (short and status.running)):
+                    await self._directory.drain(status.engine_id, service.served_name, left)
             return sum(status.sleep_level > 0 for status in statuses)
         except BackendUnavailable as error:
             logger.warning(
@@ -204,6 +215,13 @@ class Scaler:
                 extra={"error": str(error)},
             )
             return 0
+
+    def _on_ending_nodes(self, pods: Sequence[Manifest]) -> dict[str, float]:
+        """The pods whose nodes are about to end, and the seconds of notice."""
+        if self._notices is None:
+            return {}
+        left = {pod["metadata"]["name"]: self._notices.of_pod(pod) for pod in pods}
+        return {name: seconds for name, seconds in left.items() if seconds is not None}
 
     async def _mark(self, namespace: str, planned: DrainPlan) -> None:
         """Sets the deletion costs that make Kubernetes remove the right pods."""

@@ -399,8 +399,10 @@ class CanarySpec(SpecSection):
         ("has(self.image) || has(self.revision)", "a canary needs an image or a revision"),
     )
     replicas: int = Field(1, ge=0, le=1000)
-    """Engines of the new revision. They share the queue, so their share of the engines is the
-    canary's share of the requests."""
+    """Engines of the canary."""
+    traffic_percent: int = Field(10, ge=0, le=100)
+    """Share of the new requests that the canary's engines get, however many they are. A change
+    restarts nothing."""
     image: str | None = Field(None, min_length=1, max_length=1024)
     """Engine image of the canary."""
     revision: str | None = Field(None, min_length=1, max_length=128)

@@ -1,6 +1,7 @@
 """The operator for tests: real except for signals and clock, and with a queue in memory."""
 
 import asyncio
+import math
 import threading
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
@@ -16,11 +17,13 @@ from headrace_common.protocol.base import EngineStatus
 from headrace_common.protocol.live import ScalingDecision
 from headrace_common.protocol.registry import RegisteredModel, digest_of
 from headrace_operator.app.controller import Controller
-from headrace_operator.app.handlers import configure, register
+from headrace_operator.app.handlers import configure, register, register_nodes
 from headrace_operator.cleaning.registry_cleaner import RegistryCleaner
 from headrace_operator.cluster.cluster import Cluster
 from headrace_operator.errors import SignalsUnavailable
 from headrace_operator.reconciliation.adapter_sync import AdapterSync
+from headrace_operator.reconciliation.canary_sync import CanarySync
+from headrace_operator.reconciliation.node_notices import NodeNotices
 from headrace_operator.reconciliation.reconciler import Reconciler
 from headrace_operator.reconciliation.recorder import Recorder
 from headrace_operator.reconciliation.registrations import Registrations
@@ -50,8 +53,10 @@ class Scene:
     engines: int = 1
     statuses: list[EngineStatus] = field(default_factory=list)
     drained: list[str] = field(default_factory=list)
+    notices: list[tuple[str, float]] = field(default_factory=list)  # of drained engines
     recalled: list[str] = field(default_factory=list)
     shown: dict[str, ScalingDecision] = field(default_factory=dict)
+    percents: dict[str, float | None] = field(default_factory=dict)  # of canaries
     backend: MemoryBackend = field(default_factory=MemoryBackend)
     prometheus_urls: PrometheusUrls = field(default_factory=PrometheusUrls)
     reserved: Reserved = Reserved(NAMESPACE)
@@ -78,6 +83,11 @@ class Scene:
         engines = EngineSignals(running=self.running, capacity=64 * max(1, self.engines))
         return Signals(at=self.now - self.age, queue=queue, engines=engines)
 
+    async def set_percent(self, model: str, percent: float | None) -> None:
+        if self.queue_down:
+            raise BackendUnavailable("redis: connection refused")
+        self.percents[model] = percent
+
     async def write(self, model: str, decision: ScalingDecision) -> None:
         if self.queue_down:
             raise BackendUnavailable("redis: connection refused")
@@ -98,8 +108,9 @@ class Directory:
             raise BackendUnavailable("redis: connection refused")
         return self.scene.statuses
 
-    async def drain(self, engine_id: str, model: str) -> None:
+    async def drain(self, engine_id: str, model: str, within: float = math.inf) -> None:
         self.scene.drained.append(engine_id)
+        self.scene.notices.append((engine_id, within))
 
     async def recall(self, engine_id: str, model: str) -> None:
         self.scene.recalled.append(engine_id)
@@ -157,7 +168,8 @@ async def _operate(
     cluster = Cluster(Configuration(host=url))
     histories = ScalingHistories(cluster)
     directory = Directory(scene)
-    scaler = Scaler(cluster, scene, directory, histories)
+    notices = NodeNotices(cluster, directory, NAMESPACE)
+    scaler = Scaler(cluster, scene, directory, histories, notices)
     recorder = Recorder(telemetry.disabled().meter)
     registrations = Registrations(cluster, scene.registry, NAMESPACE)
     reconciler = Reconciler(
@@ -174,6 +186,7 @@ async def _operate(
             AdapterControl(MemoryAdapterSets(scene.backend), directory.engines, scene.clock),
             lambda _model: asyncio.sleep(0),
         ),
+        canaries=CanarySync(scene),
     )
     cleaner = RegistryCleaner(cluster, scene.registry, directory, NAMESPACE, scene.clock)
     controller = _Watched(keys, reconciler.reconcile, interval=0.05, gap=0.01)
@@ -181,6 +194,7 @@ async def _operate(
     configure(settings)
     settings.queueing.idle_timeout = settings.queueing.exit_timeout = 0.05
     register(registry, controller, reconciler, [cleaner], 0.05)
+    register_nodes(registry, notices)
 
     @kopf.on.login(registry=registry)
     def log_in(**_: object) -> kopf.ConnectionInfo:

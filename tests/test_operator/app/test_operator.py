@@ -359,9 +359,37 @@ async def test_a_canary_comes_and_goes(user: User, scene: Scene) -> None:
     async with operator(user, scene):
         await user.create(body(canary={"revision": "def456", "replicas": 1}))
         await until(lambda: replicas(user, "qwen-engine-canary") == 1)
+        await until(lambda: scene.percents.get("qwen") == 10)
+        await user.change_spec("qwen", {"canary": {"trafficPercent": 25}})
+        await until(lambda: scene.percents["qwen"] == 25)
         await user.change_spec("qwen", {"canary": None})
         await until(lambda: replicas(user, "qwen-engine-canary") is None)
+        await until(lambda: scene.percents["qwen"] is None)
         assert replicas(user) == 1
+
+
+async def test_engines_on_a_node_that_ends_hand_over_and_are_not_recalled(
+    user: User, scene: Scene
+) -> None:
+    scene.statuses = [engine_status("p", running=3), engine_status("q")]
+    await user.create(pod("p", "qwen", node="spot-1"))
+    await user.create(pod("q", "qwen", node="spot-2"))
+    async with operator(user, scene):
+        await user.create(body(scaling={"minReplicas": 2, "maxReplicas": 2}))
+        await until(lambda: replicas(user) == 2)
+        assert scene.drained == []
+
+        await user.add_node("spot-1", "aws-node-termination-handler/spot-itn")
+        await user.add_node("spot-3", "node.kubernetes.io/unschedulable")
+        await until(lambda: scene.drained)
+        assert scene.notices[0] == ("p.1.abc", 120.0)
+        scene.statuses = [engine_status("p", draining=True), engine_status("q")]
+        scene.drained.clear()
+        await user.change_spec("qwen", {"scaling": {"minReplicas": 3, "maxReplicas": 3}})
+        await until(lambda: replicas(user) == 3)
+
+    assert scene.recalled == []
+    assert scene.drained == []
 
 
 async def test_a_foreign_object_of_a_childs_name_is_not_deleted(user: User, scene: Scene) -> None:

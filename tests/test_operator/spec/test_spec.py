@@ -264,7 +264,7 @@ def test_engine_settings_are_those_of_the_engine() -> None:
     operator sets, or that differ between a model's engines."""
     own = {"redis_url", "model", "revision", "served_model_name", "queue_shards", "drain_timeout"}
     own |= {"metrics_host", "metrics_port", "metrics_fd", "owner", "register_model"}
-    own |= {"after_drain", "hold_waiting", "display_name"}
+    own |= {"after_drain", "hold_waiting", "display_name", "variant"}
     own |= {"tensor_parallel_size", "enable_expert_parallel"}
     own |= {"redis_credentials", "sealing_keys_file", "sealing_mode"}
     own |= {"enable_lora", "lora_modules", "max_loras", "max_lora_rank", "max_cpu_loras"}
