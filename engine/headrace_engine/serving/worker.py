@@ -137,6 +137,7 @@ class Worker:
             engine_id=queue.engine_id,
             block_size=config.block_size,
             capacity=config.max_num_seqs,
+            variant=config.variant,
             stats=lambda: self._stats,
             step_age=self.stalled_for,
             lora_stats=engine.lora_stats,

@@ -94,7 +94,7 @@ async def build(
             AdapterControl(RedisAdapterSets(connection), directory.engines, connection.clock.now),
             lambda model: connection.measure_clock(keys.adapter_set(model)),
         )
-        canaries = CanarySync(RedisCanary(connection))
+        canaries = CanarySync(RedisCanary(connection), scraped)
         reconciler = Reconciler(
             cluster,
             settings.platform,

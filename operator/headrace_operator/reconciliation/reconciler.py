@@ -25,7 +25,7 @@ from ..spec.prometheus_urls import PrometheusUrls
 from ..spec.reserved import Reserved, check_cache, possible_caches
 from . import engine_pods, pod_problems
 from .adapter_sync import AdapterSync
-from .canary_sync import CanarySync
+from .canary_sync import CanarySync, CanaryTrial
 from .recorder import Recorder
 from .registrations import Registrations, RegistrationStatus
 from .scaler import Scaled, Scaler
@@ -87,6 +87,8 @@ class Reconciler:
     def forget(self, key: Key) -> None:
         """Forgets a deleted ModelService; Kubernetes deletes its children."""
         self._scaler.forget(key)
+        if self._canaries is not None:
+            self._canaries.forget(key)
         self._recorder.forget(key)
         self._drains.discard(key)
 
@@ -166,12 +168,14 @@ class Reconciler:
         )
         if scaled.draining:
             self._drains.add(service.key)
-        refused = await self._apply(service, scaled)
+        trial = await self._judge(service, pods, previous)
+        refused = await self._apply(service, scaled, trial)
         seen = _seen(current, scaled, stable, pods, refused or _problem(service, registration))
+        seen = replace(seen, trial=trial)
         if self._adapters is not None and registration.rival is None:
             seen = replace(seen, adapters=await self._adapters.sync(service))
         if self._canaries is not None and registration.rival is None:
-            await self._canaries.sync(service)
+            await self._canaries.share(service, trial)
         await self._announce(body, service, deployed, scaled)
         await self._show(service, seen)
         await self._tell(body, status_of(service, seen, previous, now))
@@ -186,13 +190,23 @@ class Reconciler:
         except NotFound:
             return None
 
-    async def _apply(self, service: ModelService, scaled: Scaled) -> Problem | None:
+    async def _judge(
+        self, service: ModelService, pods: Sequence[Manifest], previous: Mapping[str, Any]
+    ) -> CanaryTrial | None:
+        if self._canaries is None:
+            return None
+        return await self._canaries.judge(service, pods, previous)
+
+    async def _apply(
+        self, service: ModelService, scaled: Scaled, trial: CanaryTrial | None
+    ) -> Problem | None:
         """Applies every child, also after a refusal; returns the first refusal."""
         wanted = [
             *companions_of(service, self._platform),
             deployment(service, self._platform, replicas=scaled.replicas),
         ]
-        if (canary := canary_of(service, self._platform)) is not None:
+        stopped = trial is not None and trial.rolled_back
+        if (canary := canary_of(service, self._platform, stopped=stopped)) is not None:
             wanted.append(canary)
         refused = [await self._applied(manifest) for manifest in wanted]
         refused += [await self._removed(service, child) for child in unwanted(service)]

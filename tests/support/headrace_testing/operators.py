@@ -3,7 +3,7 @@
 import asyncio
 import math
 import threading
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 
@@ -30,7 +30,7 @@ from headrace_operator.reconciliation.registrations import Registrations
 from headrace_operator.reconciliation.scaler import Scaler
 from headrace_operator.reconciliation.scaling_history import ScalingHistories
 from headrace_operator.scaling.observation import EngineSignals, QueueSignals
-from headrace_operator.signals.signals import PodAddress, Signals
+from headrace_operator.signals.signals import PodAddress, Samples, Signals
 from headrace_operator.spec.model_service import ModelService
 from headrace_operator.spec.prometheus_urls import PrometheusUrls
 from headrace_operator.spec.reserved import Reserved
@@ -56,6 +56,7 @@ class Scene:
     notices: list[tuple[str, float]] = field(default_factory=list)  # of drained engines
     recalled: list[str] = field(default_factory=list)
     shown: dict[str, ScalingDecision] = field(default_factory=dict)
+    metrics: dict[str, Samples] = field(default_factory=dict)  # of engines, by pod
     percents: dict[str, float | None] = field(default_factory=dict)  # of canaries
     backend: MemoryBackend = field(default_factory=MemoryBackend)
     prometheus_urls: PrometheusUrls = field(default_factory=PrometheusUrls)
@@ -87,6 +88,9 @@ class Scene:
         if self.queue_down:
             raise BackendUnavailable("redis: connection refused")
         self.percents[model] = percent
+
+    async def pages(self, model: str, pods: Sequence[PodAddress]) -> Mapping[str, Samples]:
+        return {each.pod: self.metrics[each.pod] for each in pods if each.pod in self.metrics}
 
     async def write(self, model: str, decision: ScalingDecision) -> None:
         if self.queue_down:
@@ -186,7 +190,7 @@ async def _operate(
             AdapterControl(MemoryAdapterSets(scene.backend), directory.engines, scene.clock),
             lambda _model: asyncio.sleep(0),
         ),
-        canaries=CanarySync(scene),
+        canaries=CanarySync(scene, scene),
     )
     cleaner = RegistryCleaner(cluster, scene.registry, directory, NAMESPACE, scene.clock)
     controller = _Watched(keys, reconciler.reconcile, interval=0.05, gap=0.01)

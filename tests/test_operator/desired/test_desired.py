@@ -433,6 +433,9 @@ def test_a_canary_differs_only_in_image_and_revision() -> None:
     assert {"name": "HEADRACE_ENGINE_REGISTER_MODEL", "value": "false"} in environment
     assert found["spec"]["selector"] != stable["spec"]["selector"]
     assert canary_of(service(), PLATFORM) is None
+    stopped = canary_of(owner, PLATFORM, stopped=True)
+    assert stopped is not None
+    assert stopped["spec"]["replicas"] == 0
 
 
 def test_only_the_companions_of_the_spec_are_made() -> None:
