@@ -486,7 +486,7 @@ class Worker:
             await self._tracker.beat(())
         while self._tracker.requests and (left := deadline - time.monotonic()) > 0:
             if self._handing_over:
-                logger.info("the engine's time is short: requests are handed over")
+                logger.info("requests are handed over: the engine's node ends")
                 break
             with suppress(TimeoutError):
                 async with asyncio.timeout(left):
