@@ -44,12 +44,15 @@ from headrace_common.protocol.redis.live import RedisSnapshotWriter
 from headrace_common.protocol.redis.registry import RedisModelRegistry
 from headrace_common.protocol.redis.sharded_engine import ShardedEngineQueue
 from headrace_common.protocol.redis.slots import RedisSlot
+from headrace_common.protocol.variants import EngineSide
 from headrace_common.sealing.keyring_file import KeyringFile
-from headrace_common.text.checkpoint import CheckpointFiles
+from headrace_common.text.checkpoint import CheckpointFiles, local_source
 from headrace_common.text.errors import TokenizerError
 from headrace_common.text.tokenizer import Tokenizer
 from headrace_common.wire import keys
 
+from .checkpoints.checkpoint import load_checkpoint
+from .checkpoints.fingerprint import sampled_digest
 from .core.config import EngineConfig
 from .core.errors import EngineError, RequestError
 from .core.start_phases import StartPhases, ignore_phase
@@ -191,6 +194,7 @@ async def serve(
     """Serves until SIGTERM or a drain message. Raises the error that ended the service."""
     phases.begin("telemetry")
     connection = _connection(settings, sealing)
+    side = EngineSide(settings.side, await asyncio.to_thread(_weights, settings))
     queue = ShardedEngineQueue(
         lambda shard: RedisEngineQueue(
             connection,
@@ -198,6 +202,7 @@ async def serve(
             settings.name,
             shard=shard,
             lease_ms=int(settings.lease * 1000),
+            side=side,
         ),
         settings.queue_shards,
     )
@@ -246,6 +251,18 @@ async def serve(
         await queue.close()
         await connection.close()
         await asyncio.to_thread(measures.shutdown)
+
+
+def _weights(settings: EngineSettings) -> str:
+    """A digest of the weights, which tells whether two engines can continue each other's answers;
+    "" if it cannot be computed."""
+    try:
+        return sampled_digest(
+            load_checkpoint(local_source(settings.model), settings.revision).folder
+        )
+    except (OSError, EngineError) as error:
+        logger.warning("weights have no digest", extra={"error": str(error)})
+        return ""
 
 
 def _redis(settings: EngineSettings) -> ConnectionConfig:
@@ -310,6 +327,7 @@ def _worker_config(
     return WorkerConfig(
         model=settings.name,
         name=settings.display_name,
+        variant=settings.side,
         max_model_len=engine.max_model_len,
         max_num_seqs=settings.max_num_seqs,
         block_size=settings.block_size,

@@ -168,3 +168,17 @@ def test_definitions_are_upgraded_with_the_release_and_survive_its_removal() -> 
     assert "helm.sh/resource-policy" not in loose["metadata"].get("annotations", {})
     assert none == []
     assert not (CHART / "crds").exists()
+
+
+def test_the_operator_may_list_nodes_only_if_it_watches_them(granted: set[Rule]) -> None:
+    assert not any(resource == "nodes" for _, resource, _ in granted)
+    assert of_kind(render(), "ClusterRole") == []
+
+    objects = render({"operator": {"watchNodes": True}})
+
+    (role,) = of_kind(objects, "ClusterRole")
+    (binding,) = of_kind(objects, "ClusterRoleBinding")
+    assert rules(objects, "ClusterRole", role["metadata"]["name"]) == {
+        ("", "nodes", verb) for verb in ("list", "watch")
+    }
+    assert binding["roleRef"]["name"] == role["metadata"]["name"]

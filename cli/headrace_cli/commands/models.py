@@ -27,8 +27,8 @@ def check(
     """Show how engine and gateway would serve a model: implementation, quantisation, context,
     memory, tokenizer, chat template, formats of tool calls and reasoning.
 
-    Names and shapes of all tensors are compared with config.json, but weights are not read; for a hub id that is not cached, only the small files are fetched. Exit
-    code 1: it cannot be served.
+    Names and shapes of all tensors are compared with config.json; weights are not read. For a hub
+    id that is not cached, only the small files are fetched. Exit code 1: it cannot be served.
     """
     need("up", "huggingface_hub", "torch", "fastapi")
     from ..models.check import run_check

@@ -19,7 +19,7 @@ _KINDS: dict[Any, tuple[type, ...]] = {
 MAX_STATUS_BYTES = 4096
 MAX_NAME_CHARS = 64
 # Fields that engines of older versions do not send, with what is true of those engines.
-_LATER = {"shards": 1, "name": "", "shows_batch": False, "sleep_level": 0}
+_LATER = {"shards": 1, "name": "", "shows_batch": False, "sleep_level": 0, "variant": ""}
 
 
 def encode_status(status: EngineStatus) -> bytes:
@@ -44,6 +44,7 @@ def decode_status(data: bytes) -> EngineStatus:
             raise MessageError(f"engine status: {name} is missing or of another type")
     if not 0 < body["shards"] <= MAX_SHARDS:
         raise MessageError(f"engine status: shards must be 1 to {MAX_SHARDS}")
-    if len(body["name"]) > MAX_NAME_CHARS:
-        raise MessageError(f"engine status: name has over {MAX_NAME_CHARS} characters")
+    for name in ("name", "variant"):
+        if len(body[name]) > MAX_NAME_CHARS:
+            raise MessageError(f"engine status: {name} has over {MAX_NAME_CHARS} characters")
     return EngineStatus(**{name: body[name] for name in _FIELDS})

@@ -3,14 +3,14 @@
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from hashlib import file_digest, sha256
-from os import SEEK_END
 from pathlib import Path
 from string import hexdigits
 
 # Files that are read at once.
 READERS = 4
-# Bytes at each end of a file that `checkpoint_sketch` reads.
-SKETCHED = 2**16
+# Samples of a file, evenly spaced from its beginning.
+PAGES = 64
+PAGE_BYTES = 16_384
 
 # Size and time of change (ns) of files by name.
 FileStamps = Mapping[str, tuple[int, int]]
@@ -35,20 +35,18 @@ def checkpoint_digest(folder: Path) -> bytes:
     return digest.digest()
 
 
-def checkpoint_sketch(checkpoint: Path) -> str:
-    """A digest, made in milliseconds, of the names, the sizes and both ends of a checkpoint's
-    files, or of the GGUF file. It tells models apart, but not two with the same ends. Raises
-    OSError."""
+def sampled_digest(checkpoint: Path) -> str:
+    """A digest of a checkpoint's files, or of the GGUF file, from their sizes and PAGES pages of
+    each. It tells revisions of a model apart without reading all weights. Raises OSError."""
     digest = sha256()
-    for path in [checkpoint] if checkpoint.is_file() else _files(checkpoint):
-        name = "" if checkpoint.is_file() else path.name
-        with path.open("rb") as file:
-            size = file.seek(0, SEEK_END)
-            digest.update(sha256(name.encode()).digest() + size.to_bytes(8))
-            for start in (0, max(0, size - SKETCHED)):
-                file.seek(start)
-                digest.update(file.read(SKETCHED))
-    return digest.hexdigest()
+    for file in [checkpoint] if checkpoint.is_file() else _files(checkpoint):
+        size = file.stat().st_size
+        digest.update(repr((file.name, size)).encode())
+        with file.open("rb") as content:
+            for number in range(PAGES):
+                content.seek(size * number // PAGES)
+                digest.update(content.read(PAGE_BYTES))
+    return digest.hexdigest()[:16]
 
 
 def _files(folder: Path) -> list[Path]:

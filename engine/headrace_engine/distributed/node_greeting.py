@@ -7,7 +7,7 @@ from importlib.metadata import version
 from typing import Any
 
 from ..checkpoints.checkpoint import load_checkpoint
-from ..checkpoints.fingerprint import checkpoint_sketch
+from ..checkpoints.fingerprint import sampled_digest
 from ..core.config import EngineConfig
 from ..core.errors import CheckpointError
 from .handshake import HandshakeFailed
@@ -44,7 +44,7 @@ class NodeGreeting:
         own = {name: settings.pop(name) for name in _OF_NODE}
         checkpoint = load_checkpoint(config.model, config.revision)
         try:
-            sketch = checkpoint_sketch(checkpoint.folder)
+            sketch = sampled_digest(checkpoint.folder)
         except OSError as error:
             raise CheckpointError(f"{checkpoint.folder}: {error}") from error
         release = {"version": version("headrace"), "device": device, "model": sketch}

@@ -8,6 +8,7 @@ from pydantic_settings import BaseSettings, SettingsConfigDict
 
 from headrace_common.protocol.status import MAX_NAME_CHARS
 from headrace_common.protocol.turns import TurnBounds
+from headrace_common.protocol.variants import CANARY, STABLE
 from headrace_common.sealing import settings as sealing
 from headrace_common.structured import grammar_settings as grammar
 from headrace_common.structured.grammar_checks import CheckBounds
@@ -57,6 +58,11 @@ class EngineSettings(BaseSettings):
         False,
         description="once the model's registration is removed, waiting requests stay in the queue "
         "until their deadline, instead of failing with model_removed",
+    )
+    variant: Literal["stable", "canary"] = Field(
+        "stable",
+        description="side of the model's engines; the canary side gets the share of requests that "
+        "its ModelService says; docs/operations.md",
     )
     queue_shards: int = Field(
         1,
@@ -348,6 +354,11 @@ class EngineSettings(BaseSettings):
     def name(self) -> str:
         """The name that clients use for the served model."""
         return self.served_model_name or default_name(self.model)
+
+    @property
+    def side(self) -> str:
+        """The side of requests that the engine runs."""
+        return CANARY if self.variant == "canary" else STABLE
 
     @property
     def taken_ahead(self) -> int:

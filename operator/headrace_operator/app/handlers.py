@@ -7,6 +7,7 @@ from typing import Any, Protocol
 import kopf
 
 from .. import names
+from ..reconciliation.node_notices import NodeNotices
 from ..reconciliation.reconciler import Reconciler
 from .controller import Controller
 
@@ -89,6 +90,16 @@ def _watch_workloads(
     ours = {names.MANAGED_BY: names.FIELD_MANAGER}
     for api_version, plural in watched:
         kopf.on.event(api_version, plural, registry=registry, labels=ours)(workload)
+
+
+def register_nodes(registry: kopf.OperatorRegistry, notices: NodeNotices) -> None:
+    """Adds the handler of nodes."""
+
+    @kopf.on.event("v1", "nodes", registry=registry)
+    async def node(type: str | None, name: str | None, body: kopf.Body, **_: Any) -> None:
+        """Handles changes of a node's taints, and its end."""
+        taints = () if type == "DELETED" else body.spec.get("taints") or ()
+        await notices.note(name or "", taints)
 
 
 def configure(settings: kopf.OperatorSettings) -> None:

@@ -10,6 +10,7 @@ Of engines that span several pods Kubernetes always removes those with the highe
 are the victims.
 """
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import takewhile
@@ -170,7 +171,8 @@ class EngineControl(Protocol):
 
     async def engines(self, model: str) -> Sequence[EngineStatus]: ...
 
-    async def drain(self, engine_id: str, model: str) -> None: ...
+    async def drain(self, engine_id: str, model: str, within: float = math.inf) -> None:
+        """Tells an engine to drain; it has to end `within` seconds."""
 
     async def recall(self, engine_id: str, model: str) -> None: ...
 
@@ -184,8 +186,9 @@ class QueueEngineControl:
     async def engines(self, model: str) -> Sequence[EngineStatus]:
         return await self._queue.engines(model)
 
-    async def drain(self, engine_id: str, model: str) -> None:
-        await self._queue.send(engine_id, model, Drain())
+    async def drain(self, engine_id: str, model: str, within: float = math.inf) -> None:
+        limit = None if within == math.inf else round(within * 1000)
+        await self._queue.send(engine_id, model, Drain(within_ms=limit))
 
     async def recall(self, engine_id: str, model: str) -> None:
         await self._queue.send(engine_id, model, Recall())

@@ -77,6 +77,7 @@ def _settings(service: ModelService, source: Source, track: str) -> Mapping[str,
         chosen["revision"] = source.revision
     if track == names.CANARY:  # gateways continue with the stable revision's tokenizer and template
         chosen["register_model"] = False
+        chosen["variant"] = names.CANARY
     return {f"{PREFIX}{name.upper()}": _text(value) for name, value in chosen.items()}
 
 

@@ -1,5 +1,6 @@
 """Reads engines and their pods from the API server: readiness, addresses, starts."""
 
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
@@ -104,14 +105,17 @@ def live(pods: Iterable[Manifest]) -> list[Manifest]:
     ]
 
 
-def terminating(pods: Iterable[Manifest], kind: WorkloadKind) -> set[str]:
-    """Names of the engines with a pod that Kubernetes is about to end."""
-    found = set()
+def terminating(pods: Iterable[Manifest], kind: WorkloadKind) -> dict[str, float]:
+    """Names of the engines with a pod that Kubernetes is about to end, and the shortest grace
+    period of such a pod in seconds."""
+    found: dict[str, float] = {}
     for pod in pods:
         if "deletionTimestamp" in pod["metadata"]:
             place = _place(pod, kind)
             name = pod["metadata"]["name"]
-            found.add(name if place is None else _first_pod(pod, kind, place[0]))
+            name = name if place is None else _first_pod(pod, kind, place[0])
+            grace = pod["metadata"].get("deletionGracePeriodSeconds", math.inf)
+            found[name] = min(grace, found.get(name, math.inf))
     return found
 
 

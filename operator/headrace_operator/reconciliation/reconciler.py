@@ -6,7 +6,7 @@ interrupted. It never changes the spec.
 
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -24,6 +24,7 @@ from ..spec.prometheus_urls import PrometheusUrls
 from ..spec.reserved import Reserved, check_cache, possible_caches
 from . import engine_pods, pod_problems
 from .adapter_sync import AdapterSync
+from .canary_sync import CanarySync, CanaryTrial
 from .engine_pods import Engine
 from .recorder import Recorder
 from .registrations import Registrations, RegistrationStatus
@@ -52,7 +53,8 @@ DRAIN_INTERVAL = 1.0  # seconds, so that a drained engine is removed soon
 class Reconciler:
     """Reconciles all ModelServices; make one call at a time for each. `clock`: Unix seconds.
 
-    `decisions` shows the numbers of engines to consoles. `adapters` writes adapters to the queue.
+    `decisions` shows the numbers of engines to consoles. `adapters` writes adapters to the queue,
+    `canaries` the canaries' shares of the requests.
     """
 
     def __init__(
@@ -68,11 +70,13 @@ class Reconciler:
         reserved: Reserved,
         decisions: DecisionWriter | None = None,
         adapters: AdapterSync | None = None,
+        canaries: CanarySync | None = None,
     ) -> None:
         self._prometheus_urls = prometheus_urls
         self._reserved = reserved
         self._decisions = decisions
         self._adapters = adapters
+        self._canaries = canaries
         self._cluster = cluster
         self._platform = platform
         self._scaler = scaler
@@ -84,6 +88,8 @@ class Reconciler:
     def forget(self, key: Key) -> None:
         """Forgets a deleted ModelService; Kubernetes deletes its children."""
         self._scaler.forget(key)
+        if self._canaries is not None:
+            self._canaries.forget(key)
         self._recorder.forget(key)
         self._drains.discard(key)
 
@@ -167,11 +173,15 @@ class Reconciler:
         )
         if scaled.draining:
             self._drains.add(service.key)
-        refused = await self._apply(service, current, scaled)
+        trial = await self._judge(service, pods, previous)
+        refused = await self._apply(service, current, scaled, trial)
         problem = refused or _problem(service, registration) or pod_problems.problem(pods)
         seen = _seen(current, scaled, stable, canary, problem)
+        seen = replace(seen, trial=trial)
         if self._adapters is not None and registration.rival is None:
             seen = replace(seen, adapters=await self._adapters.sync(service))
+        if self._canaries is not None and registration.rival is None:
+            await self._canaries.share(service, trial)
         await self._announce(body, service, deployed, scaled)
         await self._show(service, seen)
         await self._tell(body, status_of(service, seen, previous, now))
@@ -179,15 +189,27 @@ class Reconciler:
         self._recorder.record_starts(service, [*stable, *canary])
         return refused is None
 
+    async def _judge(
+        self, service: ModelService, pods: Sequence[Manifest], previous: Mapping[str, Any]
+    ) -> CanaryTrial | None:
+        if self._canaries is None:
+            return None
+        return await self._canaries.judge(service, pods, previous)
+
     async def _apply(
-        self, service: ModelService, current: Workload, scaled: Scaled
+        self,
+        service: ModelService,
+        current: Workload,
+        scaled: Scaled,
+        trial: CanaryTrial | None,
     ) -> Problem | None:
         """Applies every child, also after a refusal; returns the first refusal."""
         wanted = [
             *companions_of(service, self._platform),
             *workloads(service, self._platform, current.kind, replicas=scaled.replicas),
         ]
-        if (canary := canary_of(service, self._platform)) is not None:
+        stopped = trial is not None and trial.rolled_back
+        if (canary := canary_of(service, self._platform, stopped=stopped)) is not None:
             wanted.append(canary)
         refused = [await self._applied(manifest) for manifest in wanted]
         refused += [await self._removed(service, child) for child in unwanted(service)]

@@ -5,7 +5,7 @@ reconciler writes the count.
 """
 
 import logging
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from headrace_common.errors import BackendUnavailable
@@ -30,6 +30,7 @@ from ..spec.model_service import ModelService
 from ..spec.scaling_policy import scaling_policy
 from . import engine_pods
 from .engine_pods import Engine
+from .node_notices import NodeNotices
 from .scaling_history import ScalingHistories
 
 logger = logging.getLogger(__name__)
@@ -54,7 +55,10 @@ class Scaled:
 
 
 class Scaler:
-    """Scales all ModelServices; make one call at a time for each of them."""
+    """Scales all ModelServices; make one call at a time for each of them.
+
+    `notices` knows the nodes that are about to end.
+    """
 
     def __init__(
         self,
@@ -62,7 +66,9 @@ class Scaler:
         signals: SignalSource,
         directory: EngineControl,
         histories: ScalingHistories,
+        notices: NodeNotices | None = None,
     ) -> None:
+        self._notices = notices
         self._cluster = cluster
         self._signals = signals
         self._directory = directory
@@ -77,12 +83,12 @@ class Scaler:
         draining: Sequence[Draining],
         now: float,
         registered: bool = True,
-        terminating: Collection[str] = (),
+        terminating: Mapping[str, float] | None = None,
     ) -> Scaled:
         """Decides and drains. `deployed` is the workload's count; None if there is none yet.
 
-        `terminating` are engines that Kubernetes is ending. `registered` False: gateways do not
-        know the model until an engine registers it.
+        `terminating` are engines that Kubernetes is ending, with their grace periods. `registered`
+        False: gateways do not know the model until an engine registers it.
         """
         signals, problem = await self._read(service, engines)
         problem = problem or _unmeasured(signals, engines)
@@ -109,7 +115,7 @@ class Scaler:
         asleep = 0
         if len(engines) <= replicas:  # otherwise Kubernetes has not yet chosen the pods to delete
             asleep = await self._set_right(
-                service, engines, [victim.pod for victim in still], terminating
+                service, engines, [victim.pod for victim in still], terminating or {}
             )
         return Scaled(
             replicas=replicas,
@@ -198,21 +204,26 @@ class Scaler:
         service: ModelService,
         engines: Sequence[Engine],
         victims: Sequence[str],
-        terminating: Collection[str],
+        terminating: Mapping[str, float],
     ) -> int:
         """Recalls draining engines whose pods stay, and drains engines with a pod that goes;
         returns how many engines sleep.
 
-        SIGTERM may not reach an engine, for example if an image runs it below a shell.
+        SIGTERM may not reach an engine, for example if an image runs it below a shell. A pod may
+        also have less time than its engine knows: because its node ends, or it was deleted with a
+        shorter grace period.
         """
+        ending = {**terminating, **self._on_ending_nodes(engines)}
         try:
             statuses = await self._directory.engines(service.served_name)
             pods = engine_pods.engine_pods(engines, statuses, {})
-            for engine_id in engines_to_recall(pods, [*victims, *terminating]):
+            for engine_id in engines_to_recall(pods, [*victims, *ending]):
                 await self._directory.recall(engine_id, service.served_name)
             for status in statuses:
-                if not status.draining and names.pod_of_engine(status.engine_id) in terminating:
-                    await self._directory.drain(status.engine_id, service.served_name)
+                left = ending.get(names.pod_of_engine(status.engine_id))
+                short = left is not None and left < service.spec.drain.timeout_seconds
+                if left is not None and (not status.draining or (short and status.running)):
+                    await self._directory.drain(status.engine_id, service.served_name, left)
             return sum(status.sleep_level > 0 for status in statuses)
         except BackendUnavailable as error:
             logger.warning(
@@ -220,6 +231,17 @@ class Scaler:
                 extra={"error": str(error)},
             )
             return 0
+
+    def _on_ending_nodes(self, engines: Sequence[Engine]) -> dict[str, float]:
+        """The engines with a pod whose node is about to end, and the seconds of notice."""
+        if self._notices is None:
+            return {}
+        left: dict[str, float] = {}
+        for engine in engines:
+            for seconds in map(self._notices.of_pod, engine.pods):
+                if seconds is not None:
+                    left[engine.name] = min(seconds, left.get(engine.name, seconds))
+        return left
 
     async def _mark(self, namespace: str, planned: DrainPlan) -> None:
         """Sets the deletion costs that make Kubernetes remove the right pods."""

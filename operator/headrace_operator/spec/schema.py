@@ -209,6 +209,19 @@ def status_schema() -> Schema:
             "readyReplicas": _number("Those of them that take requests."),
             "desiredReplicas": _number("Engines that there should be."),
             "canaryReplicas": _number("Engines of the canary that there are."),
+            "canary": _object(
+                "The canary and how it does; absent without one.",
+                {
+                    "image": _text("Its engine image, if it has one of its own."),
+                    "revision": _text("Its hub revision, if it has one of its own."),
+                    "rolledBack": {
+                        "type": "boolean",
+                        "description": "Whether it was stopped because it was worse.",
+                    },
+                    "reason": _text("How it does, in one word."),
+                    "message": _text("The same, with the figures."),
+                },
+            ),
             "asleepReplicas": _number(
                 "Engines that sleep while those of another ModelService have their accelerator."
             ),

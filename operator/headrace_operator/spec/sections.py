@@ -426,17 +426,33 @@ class DeletionSpec(SpecSection):
     engines."""
 
 
+class CanaryAnalysisSpec(SpecSection):
+    rollback: bool = True
+    """Stop a canary that is worse than the stable engines. It starts again when its image or
+    revision changes."""
+    min_requests: int = Field(50, ge=1, le=1_000_000)
+    """Requests that must have ended on each side before they are compared."""
+    max_error_percent: float = Field(5.0, ge=0, le=100)
+    """Percentage points by which more of the canary's requests may fail."""
+    max_latency_ratio: float = Field(2.0, ge=1, le=1000)
+    """How many times as long its mean time to first token and per output token may be."""
+
+
 class CanarySpec(SpecSection):
     cel: ClassVar[tuple[tuple[str, str], ...]] = (
         ("has(self.image) || has(self.revision)", "a canary needs an image or a revision"),
     )
     replicas: int = Field(1, ge=0, le=1000)
-    """Engines of the new revision. They share the queue, so their share of the engines is the
-    canary's share of the requests."""
+    """Engines of the canary."""
+    traffic_percent: int = Field(10, ge=0, le=100)
+    """Share of the new requests that the canary's engines get, however many they are. A change
+    restarts nothing."""
     image: str | None = Field(None, min_length=1, max_length=1024)
     """Engine image of the canary."""
     revision: str | None = Field(None, min_length=1, max_length=128)
     """Hub revision of the canary's model."""
+    analysis: CanaryAnalysisSpec = CanaryAnalysisSpec()
+    """How it is compared with the stable engines."""
 
     @model_validator(mode="after")
     def _differs(self) -> "CanarySpec":

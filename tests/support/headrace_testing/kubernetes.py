@@ -32,6 +32,7 @@ _KINDS = {
     "v1/secrets": "Secret",
     "v1/persistentvolumeclaims": "PersistentVolumeClaim",
     "v1/events": "Event",
+    "v1/nodes": "Node",
     "policy/v1/poddisruptionbudgets": "PodDisruptionBudget",
     "networking.k8s.io/v1/networkpolicies": "NetworkPolicy",
     "autoscaling/v2/horizontalpodautoscalers": "HorizontalPodAutoscaler",
@@ -56,7 +57,7 @@ class ApiServer(kmock.KubernetesEmulator):
         self.resources[resource] = kmock.ResourceInfo(
             kind=kind,
             singular=kind.lower(),
-            namespaced=True,
+            namespaced=kind != "Node",
             verbs={"get", "list", "watch", "create", "patch", "update", "delete"},
         )
 
@@ -135,7 +136,7 @@ class ApiServer(kmock.KubernetesEmulator):
     async def store(self, resource: Any, body: Manifest) -> None:
         """Stores an object as if a user had created it."""
         meta = body["metadata"]
-        key = (resource, meta["namespace"], meta["name"])
+        key = (resource, meta.get("namespace"), meta["name"])
         if key in self._objects and self._objects[key].deleted:
             self._objects[key].create(body)
         else:
@@ -196,6 +197,13 @@ class User:
         async with self.session.patch(target, json=change, headers=headers) as reply:
             reply.raise_for_status()
 
+    async def add_node(self, name: str, *taints: str) -> None:
+        """Adds a node with these taints."""
+        spec = {"taints": [{"key": key, "effect": "NoSchedule"} for key in taints]}
+        body = {"apiVersion": "v1", "kind": "Node", "metadata": {"name": name}, "spec": spec}
+        async with self.session.post(f"{self.url}/api/v1/nodes", json=body) as reply:
+            reply.raise_for_status()
+
     async def change_spec(self, name: str, change: Mapping[str, Any]) -> None:
         await self.patch(names.API_VERSION, names.PLURAL, name, {"spec": change})
 
@@ -234,6 +242,7 @@ def pod(
     track: str = names.STABLE,
     ip: str = "127.0.0.1",
     port: int = names.METRICS_PORT,
+    node: str = "node",
     conditions: Sequence[Mapping[str, str]] | None = None,
     labels: Mapping[str, str] | None = None,
 ) -> Manifest:
@@ -250,12 +259,13 @@ def pod(
             "creationTimestamp": "2026-01-01T00:00:00Z",
         },
         "spec": {
+            "nodeName": node,
             "containers": [
                 {
                     "name": names.CONTAINER,
                     "ports": [{"name": names.METRICS_PORT_NAME, "containerPort": port}],
                 }
-            ]
+            ],
         },
         "status": {"phase": "Running", "podIP": ip, "conditions": list(conditions)},
     }

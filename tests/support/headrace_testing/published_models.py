@@ -116,9 +116,9 @@ def _patterns(tensors: Tensors) -> list[tuple[str, str, list[int]]]:
         numbers = tuple(map(int, _NUMBER.findall(name)))
         found[_NUMBER.sub("{}", name), tensor].append(numbers)
     rows: list[tuple[str, str, list[int]]] = []
-    for (template, tensor), numbers in found.items():
-        columns = [sorted(set(column)) for column in zip(*numbers, strict=True)]
-        if prod(map(len, columns)) != len(numbers):
+    for (template, tensor), named in found.items():
+        columns = [sorted(set(column)) for column in zip(*named, strict=True)]
+        if prod(map(len, columns)) != len(named):
             raise ValueError(f"{template}: its numbers are no product of ranges")
         text = template.format(*(f"{{{_ranges(column)}}}" for column in columns))
         rows.append((text, tensor.dtype, list(tensor.shape)))
@@ -149,7 +149,7 @@ def _by_transformers(config: Mapping[str, Any]) -> dict[str, StoredTensor]:
     sees = "vision_config" in plain
     auto = AutoModelForImageTextToText if sees else AutoModelForCausalLM
     with torch.device("meta"):
-        model = auto.from_config(made, dtype=torch.bfloat16)
+        model = auto.from_config(made, dtype=torch.bfloat16)  # type: ignore[no-untyped-call]
     tied = model.all_tied_weights_keys
     own = {name: tensor for name, tensor in model.state_dict().items() if name not in tied}
     names = {torch.bfloat16: "BF16", torch.float32: "F32", torch.int64: "I64"}

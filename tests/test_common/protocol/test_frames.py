@@ -104,7 +104,7 @@ replies: st.SearchStrategy[Reply] = (
     | failures
 )
 controls: st.SearchStrategy[Control] = (
-    st.just(Drain())
+    st.builds(Drain, within_ms=st.none() | st.integers(0, 2**31))
     | st.just(Recall())
     | st.builds(Cancel, request_id=ids)
     | st.builds(StopChoice, request_id=ids, choice=counts)

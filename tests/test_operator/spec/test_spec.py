@@ -311,7 +311,7 @@ def test_engine_settings_are_those_of_the_engine() -> None:
     operator sets, or that differ between a model's engines."""
     own = {"redis_url", "model", "revision", "served_model_name", "queue_shards", "drain_timeout"}
     own |= {"metrics_host", "metrics_port", "metrics_fd", "owner", "register_model"}
-    own |= {"after_drain", "hold_waiting", "display_name"}
+    own |= {"after_drain", "hold_waiting", "display_name", "variant"}
     own |= {"tensor_parallel_size", "enable_expert_parallel"}
     own |= {"nnodes", "node_rank", "master_addr", "master_port"}
     own |= {"node_secret_file", "node_timeout"}

@@ -53,6 +53,7 @@ from .journal import JournalReader
 from .queue_position import requests_ahead
 from .sealing_check import SealingCheck
 from .stream_reader import entries
+from .variants import RedisCanary
 
 logger = logging.getLogger(__name__)
 
@@ -215,6 +216,7 @@ class RedisGatewayQueue:
             request.lora or "",
             self._ledger,
             required_adapter(request),
+            request.variant,
             *where,
         ]
         names = [shard.record(rid), shard.payload(rid), shard.journal(rid), shard.stats]
@@ -425,7 +427,7 @@ class RedisGatewayQueue:
         await self._connection.run(
             "giveback",
             [shard.record(request_id), shard.wakeups, *shard.queues],
-            [request_id, engine_id, attempt, 0],
+            [request_id, engine_id, attempt, 0, 0],
             tries=TRIES,
         )
 
@@ -483,6 +485,9 @@ class RedisGatewayQueue:
         if lapsed := [engine for (engine, _), value in found if not value]:
             await self._pipeline(("SREM", shard.engines, *lapsed))
         return (_status(model, value) for _, value in found if value)
+
+    async def canary_percent(self, model: str) -> float:
+        return await RedisCanary(self._connection).percent(model)
 
     async def drain_rate(self, model: str) -> float:
         shards = await self._all(model)

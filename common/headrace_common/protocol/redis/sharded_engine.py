@@ -297,9 +297,11 @@ class ShardedEngineQueue:
         self._said, self._said_at = status, time.monotonic()
         return beats
 
-    async def give_back(self, request_ids: Sequence[str]) -> None:
+    async def give_back(self, request_ids: Sequence[str], *, for_own_side: bool = False) -> None:
         parts = self._by_shard(request_ids, str)
-        await asyncio.gather(*(shard.give_back(ids) for shard, ids in parts))
+        await asyncio.gather(
+            *(shard.give_back(ids, for_own_side=for_own_side) for shard, ids in parts)
+        )
 
     def _by_shard(
         self, items: Iterable[T], id_of: Callable[[T], str]

@@ -24,6 +24,7 @@ from headrace_common.protocol.failures import ended_state
 from headrace_common.protocol.ledger import AttemptUsage, UsageOutcome
 from headrace_common.protocol.registry import RegisteredModel
 from headrace_common.protocol.requests import fingerprint, priority_class, token_cost
+from headrace_common.protocol.variants import EngineSide
 from headrace_common.wire import keys
 from headrace_common.wire.messages import (
     GenerateRequest,
@@ -192,6 +193,7 @@ class MemoryBackend:
             key=request.key,
             adapter=request.lora or "",
             required=required_adapter(request),
+            variant=request.variant,
             expires=now + left + keys.GRACE_MS / 1000,
         )
 
@@ -225,9 +227,11 @@ class MemoryBackend:
         count: int,
         room: int | None,
         adapters: Collection[str] = (),
+        side: EngineSide | None = None,
     ) -> Round:
         """TAKE."""
         turn = Round(engine, count, math.inf if room is None else room, {"", *adapters})
+        turn.side = side or turn.side
         for priority in (2, 3):
             share = min(shard.due[priority] // SHARE, turn.left)
             self._take(shard, priority, share, turn)
@@ -261,8 +265,8 @@ class MemoryBackend:
         if record.deadline <= self.clock():
             self._remove_placed(shard, rid)
             turn.endings.append(self._fail(shard, queue.pop(), FailureCode.DEADLINE, False))
-        elif record.required not in turn.adapters:
-            self._leave_adapter(shard, queue, turn)
+        elif not turn.can_run(record, self.clock()):
+            self._leave_to_others(shard, queue, turn)
         elif record.placed not in ("", turn.engine) and self._gives_way(shard, rid, turn):
             return
         elif record.prompt_tokens > turn.room:
@@ -271,14 +275,16 @@ class MemoryBackend:
             turn.room -= record.prompt_tokens
             self._remove_placed(shard, rid)
             shard.counters.serve(record.tenant, cost(record.prompt_tokens, record.weight))
-            turn.taken.append(self._lease(queue.pop(), record, turn.engine, suspect=False))
+            taken = self._lease(queue.pop(), record, turn.engine, turn.side, suspect=False)
+            turn.taken.append(taken)
 
-    def _leave_adapter(self, shard: Shard, queue: FairQueue, turn: Round) -> None:
+    def _leave_to_others(self, shard: Shard, queue: FairQueue, turn: Round) -> None:
         """Takes the next request that the engine can run before the first, or nothing more."""
-        able = [r for r in queue.listed() if shard.records[r].required in turn.adapters]
+        now = self.clock()
+        able = [r for r in queue.listed() if turn.can_run(shard.records[r], now)]
         if able:
             queue.pass_over(able[0])
-        elif any(shard.records[r].required in turn.adapters for r in queue.unread()):
+        elif any(turn.can_run(shard.records[r], now) for r in queue.unread()):
             queue.rotate()
         else:
             turn.lacking.add(shard.records[queue.first() or ""].priority)
@@ -310,9 +316,14 @@ class MemoryBackend:
         turn.stopped, turn.free_at = True, free
         return True
 
-    def _lease(self, rid: str, record: Record, engine: str, *, suspect: bool) -> Taken:
+    def _lease(
+        self, rid: str, record: Record, engine: str, side: EngineSide, *, suspect: bool
+    ) -> Taken:
         fresh = record.state == "queued"
         recovered = record.attempt > 0 or not fresh
+        foreign = recovered and _with_other_weights(record, side)
+        if not recovered:
+            record.variant, record.weights = side.variant, side.weights
         record.attempt += 1
         record.state, record.owner, record.executing = "running", engine, False
         record.consumer = engine
@@ -331,6 +342,8 @@ class MemoryBackend:
             placed=placed,
             waited=now - record.admitted,
             left=record.deadline - now,
+            foreign=foreign,
+            abandoned=foreign and not fresh and record.left_to_side,
         )
 
     def _fail(self, shard: Shard, rid: str, why: FailureCode, started: bool) -> Ending:
@@ -350,8 +363,10 @@ class MemoryBackend:
         lease: float,
         suspects: bool,
         adapters: Collection[str] = (),
+        side: EngineSide | None = None,
     ) -> tuple[list[Taken], list[Ending]]:
         """REAP."""
+        side = side or EngineSide(alone=True)
         taken: list[Taken] = []
         endings: list[Ending] = []
         for rid, record in sorted(shard.started(), key=lambda item: item[1].priority):
@@ -362,7 +377,7 @@ class MemoryBackend:
             if record.deadline <= self.clock():
                 endings.append(self._fail(shard, rid, FailureCode.DEADLINE, True))
                 continue
-            if record.required not in ("", *adapters):
+            if record.required not in ("", *adapters) or _is_left(record, side):
                 continue
             failures = record.counted_failures
             if failures >= POISON:
@@ -372,7 +387,7 @@ class MemoryBackend:
                 suspects = suspects and failures < SUSPECT
                 record.failures, record.progress_at_take = failures, record.progress
                 suspect = failures >= SUSPECT
-                taken.append(self._lease(rid, record, engine, suspect=suspect))
+                taken.append(self._lease(rid, record, engine, side, suspect=suspect))
         return taken, endings
 
     def owned(self, shard: Shard, rid: str, engine: str, attempt: int | None) -> Record | None:
@@ -408,7 +423,15 @@ class MemoryBackend:
         _charge(shard, record, before, record.progress)
         return verdict, record.gateway, counts
 
-    def release(self, shard: Shard, rid: str, engine: str, attempt: int | None, own: bool) -> bool:
+    def release(
+        self,
+        shard: Shard,
+        rid: str,
+        engine: str,
+        attempt: int | None,
+        own: bool,
+        for_own_side: bool = False,
+    ) -> bool:
         """GIVEBACK."""
         record = self.owned(shard, rid, engine, attempt)
         if record is None or record.state != "running":
@@ -416,6 +439,8 @@ class MemoryBackend:
         record.beaten = -math.inf
         if own:
             record.owner, record.executing = "", False
+        if for_own_side:
+            record.left_to_side = True
         shard.wakeups += 1
         return True
 
@@ -508,6 +533,8 @@ class MemoryBackend:
             shard.images.clear()
             shard.image_tenants.clear()
             shard.image_requests.clear()
+            shard.canary_percent = None
+            shard.side_beats.clear()
             shard.clear()
         for log in (*self.frames.values(), *self.controls.values()):
             log.items.clear()
@@ -528,6 +555,19 @@ def _charge(shard: Shard, record: Record, before: int, after: int) -> None:
     """Counts output tokens, of which `before` were counted already."""
     tokens = cost(OUTPUT * after, record.weight) - cost(OUTPUT * before, record.weight)
     shard.counters.charge(record.tenant, tokens)
+
+
+def _is_left(record: Record, side: EngineSide) -> bool:
+    """Whether a started request waits for its own side."""
+    if record.variant == side.variant:
+        return False
+    pinned = record.left_to_side and side.canary_wanted
+    return not side.alone or pinned and _with_other_weights(record, side)
+
+
+def _with_other_weights(record: Record, side: EngineSide) -> bool:
+    """Whether an engine of this side would continue it with other weights."""
+    return record.variant != side.variant and (not side.weights or side.weights != record.weights)
 
 
 def _conflict(request: GenerateRequest) -> RequestConflict:

@@ -8,12 +8,14 @@ from dataclasses import dataclass, field
 
 from headrace_common.protocol.base import EngineStatus
 from headrace_common.protocol.ledger import UsageEntry
+from headrace_common.protocol.variants import STABLE, EngineSide
 
 from .fairness import Counters, FairQueue
 from .placement import Placed
 from .records import Ending, Record, Taken
 
 RATE_WINDOW = 30.0
+PATIENCE = 10.0
 
 
 class Shard:
@@ -29,6 +31,8 @@ class Shard:
         self.dead_letters: list[tuple[str, str, int]] = []
         self.ledger: list[UsageEntry] = []
         self.due = {2: 0, 3: 0}
+        self.canary_percent: float | None = None
+        self.side_beats: dict[str, float] = {}  # when each side's engines last wrote one
         self.rate = 0.0
         self.rated: float | None = None
         self.first_rated = 0.0
@@ -66,7 +70,8 @@ class Round:
 
     It may take `most` requests, and prompt tokens while there is `room`. `stopped` says that the
     next request does not fit or, until `free_at`, belongs to another engine. `adapters` are those
-    that the engine has loaded, and ""; `lacking` are priorities whose first request is for another.
+    that the engine has loaded, and ""; `lacking` are priorities whose first request it
+    cannot run. `side` is its side.
     """
 
     engine: str
@@ -74,10 +79,19 @@ class Round:
     room: float
     adapters: set[str] = field(default_factory=lambda: {""})
     lacking: set[int] = field(default_factory=set)
+    side: EngineSide = field(default_factory=lambda: EngineSide(alone=True))
     taken: list[Taken] = field(default_factory=list)
     endings: list[Ending] = field(default_factory=list)
     stopped: bool = False
     free_at: float = math.inf
+
+    def can_run(self, record: Record, now: float) -> bool:
+        """Whether the engine has the request's adapter and is of its side."""
+        if record.required not in self.adapters:
+            return False
+        if self.side.alone or record.variant == self.side.variant:
+            return True
+        return self.side.variant == STABLE and now - record.admitted >= PATIENCE
 
     @property
     def left(self) -> int:

@@ -7,13 +7,14 @@
 --       those of charging.lua. Which requests come is known only when they are read, so their keys
 --       are made here from the prefixes: same hash tag, same slot.
 -- ARGV  1 engine id, 2 most requests, 3 most prompt tokens (-1: any), 4 protocol version,
---       5 ms to keep the record of one that ends here, then the adapters that the engine has loaded
+--       5 ms to keep the record of one that ends here, 6-8 those of variants.lua, then the adapters that
+--       the engine has loaded
 -- Result  {leases, endings, left}. lease {request id, attempt, gateway, recovered, suspect, payload,
 --         placed: 0 with no engine, 1 with this one, 2 with another, ms since it was admitted,
---         ms until its deadline};
+--         ms until its deadline, OWN or FOREIGN};
 --         ending {request id, attempt, gateway, why}; left: {priority, id, ms} of the entry that did
 --         not fit the prompt tokens (ms -1), or is another engine's for so many ms more, or is for an
---         adapter that this engine lacks, and so many ms later it looks again; or {}
+--         adapter or a side that this engine lacks, and so many ms later it looks again; or {}
 local stats, letters, wakeups = KEYS[1], KEYS[2], KEYS[3]
 local engine, version, ttl = ARGV[1], tonumber(ARGV[4]), ARGV[5]
 local room = tonumber(ARGV[3])
@@ -21,8 +22,9 @@ local SHARE = 16
 local now = now_ms()
 local leases, endings, left = {}, {}, {}
 local charged, served = {}, nil -- tokens of the tenants that were served, and which of them last
-local stopped = {} -- for each priority, `left` if its first request is for an adapter that the engine lacks
-read_adapters(6)
+local stopped = {} -- for each priority, `left` if its first request is one that the engine cannot run
+read_variant(6)
+read_adapters(9)
 
 -- The id just below `id`; if the group has read it last, `id` is next again.
 local function before(id)
@@ -57,8 +59,13 @@ end
 local function lease(priority, id, rid, v, payload)
   local record, attempt = KEYS[7] .. rid, tonumber(v[4])
   local fields = { 'st', 'running', 'o', engine, 'a', attempt + 1, 'ph', 'w', 'mid', id }
+  local whose = OWN
   -- A first run writes the journal from its start; a later one only after RESUME.
-  if attempt == 0 then fields[11], fields[12] = 'je', engine .. '/1' end
+  if attempt == 0 then
+    for _, field in ipairs({ 'je', engine .. '/1', 'va', variant, 'wf', weights }) do fields[#fields + 1] = field end
+  elseif with_other_weights(v[15], redis.call('HGET', record, 'wf')) then
+    whose = FOREIGN
+  end
   redis.call('HSET', record, unpack(fields))
   local tenant, tokens = v[9] or 'default', cost(tonumber(v[8]), v[14])
   no_longer_waiting(priority, tenant, v[7])
@@ -69,7 +76,7 @@ local function lease(priority, id, rid, v, payload)
     charged[tenant], served = (charged[tenant] or 0) + tokens, tenant
   end
   leases[#leases + 1] = { rid, attempt + 1, v[5], attempt > 0 and 1 or 0, 0, payload, placed(v),
-    now - tonumber(v[12] or now), tonumber(v[3]) - now }
+    now - tonumber(v[12] or now), tonumber(v[3]) - now, whose }
 end
 
 -- Whether an entry just read, which is placed with another engine, is not for this one now: it is
@@ -91,9 +98,9 @@ local function give_way(queue, priority, id, rid, v)
   return true
 end
 
--- Leaves an entry just read, whose adapter this engine lacks, to other engines.
-local function leave_adapter(queue, priority, id, rid, v)
-  if pass_adapter(queue, priority, id, rid, v) then return end
+-- Leaves an entry just read, which this engine cannot run, to other engines.
+local function leave_to_others(queue, priority, id, rid, v)
+  if pass_over(queue, priority, id, rid, v, now) then return end
   unread(queue, id, rid)
   stopped[priority] = { priority, id, LOOK_AGAIN }
 end
@@ -114,8 +121,8 @@ local function deal(queue, priority, id, rid, v)
     no_longer_waiting(priority, v[9] or 'default', v[7])
     unplace(priority, v[10], rid)
     redis.call('XADD', wakeups, 'MAXLEN', '~', 16, '*', 'r', rid)
-  elseif lacks_adapter(RECORDS .. rid, v[6]) then
-    leave_adapter(queue, priority, id, rid, v)
+  elseif of_other_side(v[15], v[12], now) or lacks_adapter(RECORDS .. rid, v[6]) then
+    leave_to_others(queue, priority, id, rid, v)
   elseif placed(v) == 2 and give_way(queue, priority, id, rid, v) then
     return
   elseif room >= 0 and tonumber(v[8]) > room then
