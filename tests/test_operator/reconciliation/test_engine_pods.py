@@ -1,4 +1,5 @@
-"""Facts that are read from the status of pods."""
+"""Facts that are read import math
+from the status of pods."""
 
 from typing import Any
 
@@ -96,6 +97,7 @@ def test_an_engine_is_about_to_end_with_any_of_its_pods() -> None:
     going = [pod("a", "m"), set_pod("m", 3, 1)]
     for each in going:
         each["metadata"]["deletionTimestamp"] = "2026-01-01T00:00:00Z"
+    going[1]["metadata"]["deletionGracePeriodSeconds"] = 5
     stays = set_pod("m", 2, 1)
     found = engine_pods.terminating([*going, stays], WorkloadKind.STATEFUL_SET)
-    assert found == {"a", "m-engine-n0-3"}
+    assert found == {"a": math.inf, "m-engine-n0-3": 5}
