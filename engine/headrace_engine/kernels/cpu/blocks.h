@@ -50,7 +50,14 @@ inline Floats load_halves(const uint16_t* from) {
 }
 
 inline Floats load_bytes(const int8_t* from) {
-  return __builtin_convertvector(__builtin_convertvector(load_raw<Bytes>(from), Ints), Floats);
+#if defined(__AVX512F__)
+  const Ints whole = bit_cast<Ints>(_mm512_cvtepi8_epi32(load_raw<__m128i>(from)));
+#elif defined(__AVX2__)
+  const Ints whole = bit_cast<Ints>(_mm256_cvtepi8_epi32(_mm_cvtsi64_si128(load_raw<int64_t>(from))));
+#else
+  const Ints whole = __builtin_convertvector(load_raw<Bytes>(from), Ints);
+#endif
+  return __builtin_convertvector(whole, Floats);
 }
 
 // table[byte] of each byte, below 16.
