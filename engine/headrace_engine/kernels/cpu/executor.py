@@ -290,7 +290,7 @@ class Executor:
         sizes = [self._kernels.panel_bytes(kind, inputs, narrow) for kind in kinds.tolist()]
         weight = self._arena.empty(sum(sizes), torch.uint8)
         places = weight.data_ptr() + np.cumsum([0, *sizes[:-1]])
-        panels = (PackedPanel * len(kinds))(*zip(places.tolist(), kinds.tolist(), strict=True))
+        panels = (PackedPanel * len(kinds))(*map(PackedPanel, places.tolist(), kinds.tolist()))
         self._kernels.pack_panels(
             self._handle,
             ctypes.addressof(panels),
