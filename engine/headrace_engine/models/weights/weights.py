@@ -5,7 +5,7 @@ checkpoint fails at once, with file and tensor. Quantised weights are converted 
 for layers that compute with them.
 """
 
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Container, Iterable, Mapping
 from pathlib import Path
 
 import torch
@@ -209,6 +209,23 @@ class WeightReader:
         """Like `quantized`, for matrices in 8-bit floats."""
         parts = self._stored(names, Float8Weight)
         return None if parts is None else stack_float8(parts)
+
+    def blocks(
+        self, names: Iterable[str], kinds: Container[str]
+    ) -> list[GGUFWeight | torch.Tensor] | None:
+        """The named matrices for reading only: in their blocks if their types in a GGUF file are
+        among `kinds`, else as `view` gives them. None if no type is, or if ranks share matrices."""
+        pieces = {name: self._locate(name) for name in names}
+        stored = {name: self._files.tensors.get(piece.stored) for name, piece in pieces.items()}
+        kept = {name for name, info in stored.items() if info is not None and info.dtype in kinds}
+        if self._cuts is not None or not kept:
+            return None
+        found: list[GGUFWeight | torch.Tensor] = []
+        for name, piece in pieces.items():
+            weight = self._unpack(piece) if name in kept else self.view(name)
+            assert isinstance(weight, GGUFWeight | torch.Tensor), "only GGUF files have blocks"
+            found.append(weight)
+        return found
 
     def _stored(self, names: Iterable[str], kind: type[Stored]) -> list[Stored] | None:
         """This rank's parts of the named matrices as stored; None if one is of another kind."""
