@@ -1,11 +1,14 @@
 """The tokens that stand for an image in a prompt, as a family of models counts them."""
 
-from collections.abc import Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from types import MappingProxyType
+from typing import Any
 
 from ..errors import HeadraceError
-from ..wire.images import ImageSpan
+from ..text.errors import TokenizerError
+from ..wire.images import Grid, ImageSpan
 
 
 class ImageError(HeadraceError):
@@ -22,20 +25,59 @@ class ImageLayout:
     """
 
     token_ids: Sequence[int]
-    grid: tuple[int, int, int]
+    grid: Grid
 
 
-class ImageFormat(Protocol):
+class ImageFormat(ABC):
     """How a model reads images.
 
-    The chat template writes the token `placeholder` once for each image.
+    The chat template writes the token `placeholder` once for each image. With M-RoPE `merge` x
+    `merge` patches share a position; None: each token has one, as text. With `bidirectional` the
+    tokens that embeddings replace see those after them in the same image. `processor_options` are
+    arguments of transformers' image processor beside the image. `rewritten` is a text of the chat
+    template and what replaces it before the prompt is tokenised; None: nothing does.
     """
 
-    @property
-    def placeholder(self) -> int: ...
+    placeholder: int
+    merge: int | None = None
+    bidirectional: bool = False
+    processor_options: Mapping[str, Any] = MappingProxyType({})
+    rewritten: tuple[str, str] | None = None
+
+    @abstractmethod
+    def grid(self, width: int, height: int) -> Grid:
+        """The grid of an image of this size in pixels, see ImageSpan. Raises ImageError."""
+
+    @abstractmethod
+    def token_ids(self, grid: Grid) -> Sequence[int]:
+        """The tokens of an image with this grid. Raises TokenizerError for a token that the
+        tokenizer does not have."""
 
     def layout(self, width: int, height: int) -> ImageLayout:
-        """The tokens of an image of this size in pixels. Raises ImageError."""
+        """The layout of an image of this size in pixels. Raises ImageError."""
+        grid = self.grid(width, height)
+        return ImageLayout(token_ids=self.token_ids(grid), grid=grid)
+
+    def rewrite(self, text: str) -> str:
+        """The text of a prompt as it is tokenised."""
+        return text if self.rewritten is None else text.replace(*self.rewritten)
+
+
+class SpecialTokens:
+    """The ids of a tokenizer's special tokens, which are looked up when they are needed: engines
+    read images without a tokenizer. `find` returns None for a token that is not there."""
+
+    def __init__(self, find: Callable[[str], int | None]) -> None:
+        self._find = find
+
+    def find(self, token: str) -> int | None:
+        return self._find(token)
+
+    def __getitem__(self, token: str) -> int:
+        found = self._find(token)
+        if found is None:
+            raise TokenizerError(f"the tokenizer has no token {token}, which images need")
+        return found
 
 
 class PlaceholderMismatch(HeadraceError):

@@ -138,13 +138,6 @@ _QWEN35_MOE: dict[str, Any] = {
     "moe_intermediate_size": 48,
     "shared_expert_intermediate_size": 80,
 }
-_QWEN_VISION: dict[str, Any] = {
-    "depth": 1,
-    "hidden_size": 16,
-    "num_heads": 2,
-    "intermediate_size": 16,
-    "out_hidden_size": 64,
-}
 _QWEN_VL: dict[str, Any] = {
     "image_token_id": VOCAB - 1,
     "video_token_id": VOCAB - 2,
@@ -166,6 +159,18 @@ _QWEN_TOWER: dict[str, Any] = {
     "num_heads": 2,
     "intermediate_size": 48,
     "patch_size": 4,
+}
+_QWEN35_TOWER: dict[str, Any] = {
+    **_QWEN_TOWER,
+    "out_hidden_size": 64,
+    "num_position_embeddings": 36,
+}
+_QWEN35_ROPE: dict[str, Any] = {
+    "rope_type": "default",
+    "rope_theta": 10000.0,
+    "partial_rotary_factor": 0.5,
+    "mrope_section": [3, 3, 2],
+    "mrope_interleaved": True,
 }
 
 
@@ -352,19 +357,29 @@ SHAPES: dict[str, Shape] = {
     "gemma3-multimodal": Shape(
         "Gemma3Config",
         {
-            "text_config": {**_GROUPED, "head_dim": 32, "sliding_window": 10},
+            "text_config": {
+                **_GROUPED,
+                "num_hidden_layers": 3,
+                "head_dim": 32,
+                "sliding_window": 10,
+                "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+            },
             "vision_config": {
                 "hidden_size": 32,
                 "intermediate_size": 32,
-                "num_hidden_layers": 1,
+                "num_hidden_layers": 2,
                 "num_attention_heads": 2,
-                "image_size": 28,
-                "patch_size": 14,
+                "image_size": 48,
+                "patch_size": 6,
             },
-            "mm_tokens_per_image": 4,
+            "mm_tokens_per_image": 16,
             "image_token_index": VOCAB - 1,
             "boi_token_index": VOCAB - 2,
             "eoi_token_index": VOCAB - 3,
+        },
+        processor={
+            "image_processor_type": "Gemma3ImageProcessor",
+            "size": {"height": 48, "width": 48},
         },
     ),
     "gpt_neox": Shape("GPTNeoXConfig", {**_SIZES, "tie_word_embeddings": False}),
@@ -748,13 +763,27 @@ HYBRID_SHAPES: dict[str, Shape] = {
     "qwen3_5-multimodal": Shape(
         "Qwen3_5Config",
         {
-            "text_config": {**_GROUPED, "num_hidden_layers": 4, "head_dim": 32, **_DELTA},
-            "vision_config": _QWEN_VISION,
+            **_QWEN_VL,
+            "text_config": {
+                **_GROUPED,
+                **_DELTA,
+                "num_hidden_layers": 4,
+                "head_dim": 32,
+                "rope_parameters": _QWEN35_ROPE,
+            },
+            "vision_config": _QWEN35_TOWER,
         },
+        processor=_QWEN_IMAGES,
     ),
     "qwen3_5-moe": Shape("Qwen3_5MoeTextConfig", _QWEN35_MOE),
     "qwen3_5-moe-multimodal": Shape(
-        "Qwen3_5MoeConfig", {"text_config": _QWEN35_MOE, "vision_config": _QWEN_VISION}
+        "Qwen3_5MoeConfig",
+        {
+            **_QWEN_VL,
+            "text_config": {**_QWEN35_MOE, "rope_parameters": _QWEN35_ROPE},
+            "vision_config": _QWEN35_TOWER,
+        },
+        processor=_QWEN_IMAGES,
     ),
 }
 HYBRID = tuple(HYBRID_SHAPES)

@@ -2,7 +2,7 @@
 
 import pytest
 
-from headrace_common.images.formats import image_format, processor_config
+from headrace_common.images.formats import image_format
 from headrace_common.images.layout import ImageError, ImageLayout, PlaceholderMismatch, expand
 from headrace_common.images.qwen_vl import QwenVLImages
 from headrace_common.wire.images import ImageSpan, image_digest
@@ -45,21 +45,24 @@ def test_a_digest_depends_on_the_image_and_on_the_salt() -> None:
 
 def test_an_image_that_is_too_long_for_its_width_is_refused() -> None:
     with pytest.raises(ImageError, match="over 200 times"):
-        QwenVLImages(placeholder=PAD).layout(2, 401)
+        QwenVLImages(placeholder=PAD).grid(2, 401)
 
 
 def test_only_known_families_read_images() -> None:
     processor = {"patch_size": 14}
+    qwen = {"model_type": "qwen2_5_vl"}
 
-    assert image_format({"model_type": "llama"}, processor, lambda _: PAD) is None
-    assert image_format({"model_type": "qwen2_5_vl"}, {}, lambda _: PAD) is None
-    assert image_format({"model_type": "qwen2_5_vl"}, processor, lambda _: None) is None
-    found = image_format({"model_type": "qwen2_5_vl", "image_token_id": 7}, processor, lambda _: 1)
+    assert image_format({"model_type": "llama"}, {}, processor, lambda _: PAD) is None
+    assert image_format(qwen, {}, {}, lambda _: PAD) is None
+    assert image_format(qwen, {}, processor, lambda _: None) is None
+    found = image_format({**qwen, "image_token_id": 7}, {}, processor, lambda _: 1)
     assert found is not None and found.placeholder == 7
 
 
 def test_the_newer_file_of_a_processor_takes_precedence() -> None:
-    older = {"patch_size": 14}
+    qwen, older = {"model_type": "qwen2_5_vl"}, {"patch_size": 14}
 
-    assert processor_config({"image_processor": {"patch_size": 16}}, older) == {"patch_size": 16}
-    assert processor_config({"processor_class": "x"}, older) == older
+    newer = image_format(qwen, {"image_processor": {"patch_size": 28}}, older, lambda _: PAD)
+    other = image_format(qwen, {"processor_class": "x"}, older, lambda _: PAD)
+    assert newer is not None and newer.grid(112, 112) == (1, 4, 4)
+    assert other is not None and other.grid(112, 112) == (1, 8, 8)
