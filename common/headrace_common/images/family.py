@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from .layout import SpecialTokens
+from .layout import PromptTokens
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -15,7 +15,7 @@ class FamilyFiles:
     config: Mapping[str, Any]
     processor: Mapping[str, Any]
     image_processor: Mapping[str, Any]
-    tokens: SpecialTokens
+    tokens: PromptTokens
 
     def image_token(self, name: str | None = None) -> int | None:
         """The token that embeddings replace, by config.json, or else by `name`; None if neither

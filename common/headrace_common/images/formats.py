@@ -1,6 +1,7 @@
 """Finds how a checkpoint reads images, from its small files."""
 
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 from ..text.checkpoint import PREPROCESSOR_FILE, PROCESSOR_FILE, CheckpointFiles
@@ -8,7 +9,10 @@ from ..text.errors import TokenizerError
 from ..text.tokenizer import Tokenizer
 from .family import FamilyFiles
 from .gemma3 import Gemma3Images
-from .layout import ImageFormat, SpecialTokens
+from .glm4v import Glm4vImages
+from .idefics3 import Idefics3Images
+from .layout import ImageFormat, PromptTokens
+from .pixtral import PixtralImages
 from .qwen_vl import QwenVLImages
 
 # Makes a family's format from a checkpoint's files; None if they do not say enough.
@@ -16,6 +20,11 @@ FamilyReader = Callable[[FamilyFiles], ImageFormat | None]
 # By the model_type of config.json.
 FAMILIES: dict[str, FamilyReader] = {
     "gemma3": Gemma3Images.from_files,
+    "glm4v": Glm4vImages.from_files,
+    "glm46v": Glm4vImages.from_files,
+    "idefics3": Idefics3Images.from_files,
+    "smolvlm": Idefics3Images.from_files,
+    "mistral3": PixtralImages.from_files,
     "qwen2_vl": QwenVLImages.from_files,
     "qwen2_5_vl": QwenVLImages.from_files,
     "qwen3_vl": QwenVLImages.from_files,
@@ -33,7 +42,9 @@ def read_image_format(files: CheckpointFiles, tokenizer: Tokenizer) -> ImageForm
             files.json("config.json"),
             files.json(PROCESSOR_FILE),
             files.json(PREPROCESSOR_FILE),
-            tokenizer.token_to_id,
+            PromptTokens(
+                tokenizer.token_to_id, partial(tokenizer.encode, add_special_tokens=False)
+            ),
         )
         if form is not None:
             form.token_ids(form.grid(224, 224))
@@ -48,12 +59,12 @@ def image_format(
     config: Mapping[str, Any],
     processor: Mapping[str, Any],
     preprocessor: Mapping[str, Any],
-    token_id: Callable[[str], int | None],
+    tokens: PromptTokens,
 ) -> ImageFormat | None:
     """How a model reads images; None if it reads none, or in a way that is not known here.
 
     `config`, `processor` and `preprocessor` are its config.json, processor_config.json and
-    preprocessor_config.json, empty without the file. `token_id` returns the id of a special token.
+    preprocessor_config.json, empty without the file. `tokens` are the tokenizer's.
     """
     family = FAMILIES.get(str(config.get("model_type")))
     nested = processor.get("image_processor")
@@ -65,6 +76,6 @@ def image_format(
             config=config,
             processor=processor,
             image_processor=image_processor,
-            tokens=SpecialTokens(token_id),
+            tokens=tokens,
         )
     )

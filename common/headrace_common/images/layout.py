@@ -63,21 +63,24 @@ class ImageFormat(ABC):
         return text if self.rewritten is None else text.replace(*self.rewritten)
 
 
-class SpecialTokens:
-    """The ids of a tokenizer's special tokens, which are looked up when they are needed: engines
-    read images without a tokenizer. `find` returns None for a token that is not there."""
+class PromptTokens:
+    """The tokens of a tokenizer that stand around and between parts of images. They are looked up
+    when they are needed: engines read images without a tokenizer. `find` returns the id of a
+    special token, None if there is none, `encode` the ids of a text."""
 
-    def __init__(self, find: Callable[[str], int | None]) -> None:
-        self._find = find
-
-    def find(self, token: str) -> int | None:
-        return self._find(token)
+    def __init__(
+        self, find: Callable[[str], int | None], encode: Callable[[str], Sequence[int]]
+    ) -> None:
+        self.find, self.encode = find, encode
 
     def __getitem__(self, token: str) -> int:
-        found = self._find(token)
+        found = self.find(token)
         if found is None:
             raise TokenizerError(f"the tokenizer has no token {token}, which images need")
         return found
+
+
+NO_TOKENS = PromptTokens(lambda _: None, lambda _: ())
 
 
 class PlaceholderMismatch(HeadraceError):

@@ -33,7 +33,7 @@ def pick_tower(
     asked = config.limit_mm_per_prompt.get("image")
     if asked == 0:
         return None
-    form = read_format(checkpoint, _no_token)
+    form = read_format(checkpoint)
     reason = _refusal(config, checkpoint, model, form is not None)
     if reason is None and form is not None:
         return load_tower(checkpoint, form, dtype, device)
@@ -66,7 +66,3 @@ def _refusal(
         ),
     }
     return next((reason for reason, holds in reasons.items() if holds), None)
-
-
-def _no_token(_: str) -> None:
-    """Engines get the tokens of images from gateways."""

@@ -3,9 +3,16 @@
 import base64
 import binascii
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from headrace_common.images.layout import ImageError, PlaceholderMismatch, expand
+from headrace_common.images.layout import (
+    NO_TOKENS,
+    ImageError,
+    PlaceholderMismatch,
+    PromptTokens,
+    expand,
+)
 from headrace_common.wire.images import image_digest
 
 from ..checkpoints.checkpoint import Checkpoint
@@ -29,8 +36,11 @@ class ImagePrompts:
         self, checkpoint: Checkpoint, tokenizer: ChatTokenizer | None, reader: ImageReader | None
     ) -> None:
         self._reader = reader
-        find = (lambda _: None) if tokenizer is None else tokenizer.token_to_id
-        self._format = None if reader is None else read_format(checkpoint, find)
+        tokens = NO_TOKENS
+        if tokenizer is not None:
+            encode = partial(tokenizer.encode, add_special_tokens=False)
+            tokens = PromptTokens(tokenizer.token_to_id, encode)
+        self._format = None if reader is None else read_format(checkpoint, tokens)
 
     def expand(
         self, token_ids: list[int], images: Sequence["Image"], salt: bytes

@@ -12,7 +12,7 @@ import transformers
 from PIL import Image
 from tokenizers import AddedToken, Tokenizer
 
-from headrace_common.images.layout import ImageFormat, expand
+from headrace_common.images.layout import ImageFormat, PromptTokens, expand
 from headrace_common.wire.images import image_digest
 from headrace_engine.checkpoints.checkpoint import load_checkpoint
 from headrace_engine.core.images import PromptImage
@@ -96,7 +96,8 @@ class ImagePrompts:
     @cached_property
     def _form(self) -> ImageFormat:
         tokenizer = Tokenizer.from_file(str(self._folder / "tokenizer.json"))
-        form = read_format(load_checkpoint(str(self._folder)), tokenizer.token_to_id)
+        tokens = PromptTokens(tokenizer.token_to_id, lambda text: tokenizer.encode(text).ids)
+        form = read_format(load_checkpoint(str(self._folder)), tokens)
         assert form is not None
         return form
 
@@ -112,17 +113,13 @@ class ImagePrompts:
     def _inputs(self, prompt: Prompt) -> tuple[list[int], dict[str, torch.Tensor]]:
         """Ids with the tokens of images, and what the model reads of them."""
         form, ids = self._form, list[int]()
-        made: list[Any] = []
         for part in prompt:
-            if isinstance(part, int):
-                ids.append(part)
-                continue
-            made.append(
-                self._processor(images=[part], return_tensors="pt", **form.processor_options)
-            )
-            ids += form.token_ids(form.grid(*part.size))
-        names = made[0] if made else ()
-        return ids, {name: torch.cat([each[name] for each in made]) for name in names}
+            ids += [part] if isinstance(part, int) else form.token_ids(form.grid(*part.size))
+        images = [part for part in prompt if not isinstance(part, int)]
+        if not images:
+            return ids, {}
+        made = self._processor(images=images, return_tensors="pt", **form.processor_options)
+        return ids, dict(made)
 
 
 def text(seed: int, length: int) -> Iterator[int]:

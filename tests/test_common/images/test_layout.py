@@ -3,12 +3,20 @@
 import pytest
 
 from headrace_common.images.formats import image_format
-from headrace_common.images.layout import ImageError, ImageLayout, PlaceholderMismatch, expand
+from headrace_common.images.layout import (
+    NO_TOKENS,
+    ImageError,
+    ImageLayout,
+    PlaceholderMismatch,
+    PromptTokens,
+    expand,
+)
 from headrace_common.images.qwen_vl import QwenVLImages
 from headrace_common.wire.images import ImageSpan, image_digest
 
 ONE, OTHER = image_digest(b"one", b""), image_digest(b"other", b"")
 PAD = 9
+TOKENS = PromptTokens(lambda _: PAD, lambda _: ())
 
 
 def layout(*token_ids: int) -> ImageLayout:
@@ -52,17 +60,17 @@ def test_only_known_families_read_images() -> None:
     processor = {"patch_size": 14}
     qwen = {"model_type": "qwen2_5_vl"}
 
-    assert image_format({"model_type": "llama"}, {}, processor, lambda _: PAD) is None
-    assert image_format(qwen, {}, {}, lambda _: PAD) is None
-    assert image_format(qwen, {}, processor, lambda _: None) is None
-    found = image_format({**qwen, "image_token_id": 7}, {}, processor, lambda _: 1)
+    assert image_format({"model_type": "llama"}, {}, processor, TOKENS) is None
+    assert image_format(qwen, {}, {}, TOKENS) is None
+    assert image_format(qwen, {}, processor, NO_TOKENS) is None
+    found = image_format({**qwen, "image_token_id": 7}, {}, processor, TOKENS)
     assert found is not None and found.placeholder == 7
 
 
 def test_the_newer_file_of_a_processor_takes_precedence() -> None:
     qwen, older = {"model_type": "qwen2_5_vl"}, {"patch_size": 14}
 
-    newer = image_format(qwen, {"image_processor": {"patch_size": 28}}, older, lambda _: PAD)
-    other = image_format(qwen, {"processor_class": "x"}, older, lambda _: PAD)
+    newer = image_format(qwen, {"image_processor": {"patch_size": 28}}, older, TOKENS)
+    other = image_format(qwen, {"processor_class": "x"}, older, TOKENS)
     assert newer is not None and newer.grid(112, 112) == (1, 4, 4)
     assert other is not None and other.grid(112, 112) == (1, 8, 8)

@@ -7,6 +7,7 @@ import pytest
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
 from headrace_common.images.formats import image_format
+from headrace_common.images.layout import NO_TOKENS
 
 SIDES = (1, 13, 14, 27, 28, 29, 42, 55, 70, 99, 223, 224, 225, 501, 640, 1080)
 CONFIGS: tuple[dict[str, Any], ...] = (
@@ -21,7 +22,7 @@ CONFIGS: tuple[dict[str, Any], ...] = (
 def test_grids_equal_those_of_transformers(config: dict[str, Any]) -> None:
     theirs = Qwen2VLImageProcessorPil(**config, do_rescale=False, do_normalize=False)
     files = {"model_type": "qwen2_vl", "image_token_id": 7}
-    ours = image_format(files, {}, {"image_processor_type": "any", **config}, lambda _: None)
+    ours = image_format(files, {}, {"image_processor_type": "any", **config}, NO_TOKENS)
     assert ours is not None
     sizes = [(w, h) for w in SIDES for h in SIDES if max(w, h) <= 200 * min(w, h)]
 

@@ -1,11 +1,11 @@
 """Makes images into what a vision tower reads, with transformers' image processor."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from headrace_common.images.layout import ImageError, ImageFormat
+from headrace_common.images.layout import NO_TOKENS, ImageError, ImageFormat, PromptTokens
 from headrace_common.wire.images import ImageSpan
 
 from ...checkpoints.checkpoint import Checkpoint, JsonObject, read_json
@@ -19,15 +19,13 @@ if TYPE_CHECKING:
 MAX_PIXELS = 89_478_485
 
 
-def read_format(
-    checkpoint: Checkpoint, token_id: Callable[[str], int | None]
-) -> ImageFormat | None:
+def read_format(checkpoint: Checkpoint, tokens: PromptTokens = NO_TOKENS) -> ImageFormat | None:
     """How the checkpoint reads images; see `image_format`. Raises CheckpointError."""
     from headrace_common.images.formats import image_format
 
     files = [_optional(checkpoint.folder / name) for name in _FILES]
     try:
-        return image_format(checkpoint.config, files[0], files[1], token_id)
+        return image_format(checkpoint.config, files[0], files[1], tokens)
     except (TypeError, ValueError, AttributeError) as error:
         raise CheckpointError(
             f"{checkpoint.folder}: its image processor's configuration is invalid: {error}"
