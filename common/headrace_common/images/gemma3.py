@@ -3,8 +3,7 @@
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from types import MappingProxyType
-from typing import Any, ClassVar
+from typing import Any
 
 from ..wire.images import Grid
 from .family import FamilyFiles
@@ -22,9 +21,6 @@ class Gemma3Images(ImageFormat):
     image_token: int
     end: int
     tokens: int
-    bidirectional: ClassVar[bool] = True
-    processor_options: ClassVar[Mapping[str, Any]] = MappingProxyType({"do_pan_and_scan": False})
-    rewritten: ClassVar[tuple[str, str]] = (BEGIN, f"\n\n{BEGIN}\n\n")
 
     @classmethod
     def from_files(cls, files: FamilyFiles) -> "Gemma3Images":
@@ -35,6 +31,18 @@ class Gemma3Images(ImageFormat):
             end=int(config.get("eoi_token_index", 256_000)),
             tokens=int(config.get("mm_tokens_per_image", 256)),
         )
+
+    @property
+    def bidirectional(self) -> bool:
+        return True
+
+    @property
+    def processor_options(self) -> Mapping[str, Any]:
+        return {"do_pan_and_scan": False}
+
+    @property
+    def rewritten(self) -> tuple[str, str]:
+        return BEGIN, f"\n\n{BEGIN}\n\n"
 
     def grid(self, width: int, height: int) -> Grid:
         side = math.isqrt(self.tokens)

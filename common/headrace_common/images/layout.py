@@ -3,7 +3,6 @@
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from types import MappingProxyType
 from typing import Any
 
 from ..errors import HeadraceError
@@ -39,10 +38,22 @@ class ImageFormat(ABC):
     """
 
     placeholder: int
-    merge: int | None = None
-    bidirectional: bool = False
-    processor_options: Mapping[str, Any] = MappingProxyType({})
-    rewritten: tuple[str, str] | None = None
+
+    @property
+    def merge(self) -> int | None:
+        return None
+
+    @property
+    def bidirectional(self) -> bool:
+        return False
+
+    @property
+    def processor_options(self) -> Mapping[str, Any]:
+        return {}
+
+    @property
+    def rewritten(self) -> tuple[str, str] | None:
+        return None
 
     @abstractmethod
     def grid(self, width: int, height: int) -> Grid:
