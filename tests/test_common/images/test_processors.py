@@ -128,7 +128,7 @@ def test_glm_4_1v_and_4_6v(kind: str, processor: Any, size: dict[str, int] | Non
 @pytest.mark.parametrize("kind", ["idefics3", "smolvlm"])
 @pytest.mark.parametrize("split", [True, False])
 def test_idefics_3_and_smolvlm(kind: str, split: bool) -> None:
-    options = {
+    options: dict[str, Any] = {
         "size": {"longest_edge": 96},
         "max_image_size": {"longest_edge": 32},
         "do_image_splitting": split,
@@ -139,13 +139,15 @@ def test_idefics_3_and_smolvlm(kind: str, split: bool) -> None:
         "scale_factor": 2,
         "vision_config": {"image_size": 32, "patch_size": 8},
     }
-    ours, theirs = form_of(config, {}, options), Idefics3ImageProcessorPil(**options)
+    ours = form_of(config, {}, options)
+    theirs: Any = Idefics3ImageProcessorPil(**options)
+    prompt: Any = get_image_prompt_string
     for width in SIDES:
         for height in SIDES:
             made = theirs(
                 images=[image(width, height)], return_tensors="np", return_row_col_info=True
             )
-            text = get_image_prompt_string(
+            text = prompt(
                 made["rows"][0][0],
                 made["cols"][0][0],
                 4,
@@ -177,9 +179,10 @@ def test_prompts_of_gemma_3(before: str, after: str) -> None:
     }
     ours = form_of(config, {}, {})
     names = {"boi_token": GEMMA[0], "image_token": GEMMA[1], "eoi_token": GEMMA[2]}
+    fast: Any = PreTrainedTokenizerFast
     theirs = Gemma3Processor(
         image_processor=Gemma3ImageProcessorPil(),
-        tokenizer=PreTrainedTokenizerFast(tokenizer_object=tokenizer(), extra_special_tokens=names),
+        tokenizer=fast(tokenizer_object=tokenizer(), extra_special_tokens=names),
         image_seq_length=9,
     )
     text = f"{before}<start_of_image>{after}"
