@@ -11,7 +11,7 @@
 namespace headrace {
 
 #if defined(__AVX512F__)
-constexpr int kBlockRows = 4;
+constexpr int kBlockRows = 3;
 #else
 constexpr int kBlockRows = 2;
 #endif
@@ -38,6 +38,49 @@ inline void multiply_blocks(const QuantRows& rows, int64_t first, const uint8_t*
     float row_scales[R];
     for (int r = 0; r < R; ++r)
       row_scales[r] = rows.scales[(first + r) * rows.groups + block * kBlock / kGroup];
+    const auto add = [&](int r, int c, int part, Ints exact, const typename Type::Scales& scales) {
+      found[r][c] += __builtin_convertvector(exact, Floats) * (scales.scale[part] * row_scales[r]);
+    };
+    const auto begin = [&](int r, int part) {
+      return first_sum<Type::kMost, Type::kZero>(
+          Type::kParts == 2 ? rows.half_sum(first + r, 2 * block + part) : rows.block_sum(first + r, block));
+    };
+    const auto add_offset = [&](int r, int c, const typename Type::Scales& scales) {
+      if constexpr (Type::kOffset)
+        found[r][c] += scales.offset * (row_scales[r] * float(rows.block_sum(first + r, block)));
+    };
+#if defined(__AVX512VNNI__)
+    // Words in the order in which they lie in memory.
+#pragma GCC unroll 2
+    for (int part = 0; part < Type::kParts; ++part) {
+      Ints exact[R][kColumns];
+#pragma GCC unroll 8
+      for (int r = 0; r < R; ++r)
+#pragma GCC unroll 8
+        for (int c = 0; c < kColumns; ++c) exact[r][c] = begin(r, part);
+#pragma GCC unroll 4
+      for (int j = part * kEach / 2; j < (part + 1) * kEach / 2; ++j) {
+#pragma GCC unroll 8
+        for (int c = 0; c < kColumns; ++c) {
+          Words words[2];
+          Type::unpack_pair(from, c * kLanes, j, words);
+#pragma GCC unroll 8
+          for (int r = 0; r < R; ++r)
+            exact[r][c] = add_quads<2, Type::kMost>(exact[r][c], words,
+                                                    data + r * rows.stride + 2 * j * kQuantPack);
+        }
+      }
+#pragma GCC unroll 8
+      for (int c = 0; c < kColumns; ++c) {
+        const typename Type::Scales scales = Type::scales(factors, from, c * kLanes);
+#pragma GCC unroll 8
+        for (int r = 0; r < R; ++r) {
+          add(r, c, part, exact[r][c], scales);
+          if (part == Type::kParts - 1) add_offset(r, c, scales);
+        }
+      }
+    }
+#else
 #pragma GCC unroll 8
     for (int c = 0; c < kColumns; ++c) {
       Words words[kQuads];
@@ -46,19 +89,15 @@ inline void multiply_blocks(const QuantRows& rows, int64_t first, const uint8_t*
 #pragma GCC unroll 8
       for (int r = 0; r < R; ++r) {
 #pragma GCC unroll 2
-        for (int part = 0; part < Type::kParts; ++part) {
-          const int32_t total = Type::kParts == 2 ? rows.half_sum(first + r, 2 * block + part)
-                                                  : rows.block_sum(first + r, block);
-          const Ints exact = add_quads<kEach, Type::kMost>(
-              first_sum<Type::kMost, Type::kZero>(total), words + part * kEach,
-              data + r * rows.stride + part * kEach * kQuantPack);
-          found[r][c] +=
-              __builtin_convertvector(exact, Floats) * (scales.scale[part] * row_scales[r]);
-        }
-        if constexpr (Type::kOffset)
-          found[r][c] += scales.offset * (row_scales[r] * float(rows.block_sum(first + r, block)));
+        for (int part = 0; part < Type::kParts; ++part)
+          add(r, c, part,
+              add_quads<kEach, Type::kMost>(begin(r, part), words + part * kEach,
+                                            data + r * rows.stride + part * kEach * kQuantPack),
+              scales);
+        add_offset(r, c, scales);
       }
     }
+#endif
   }
 #pragma GCC unroll 8
   for (int r = 0; r < R; ++r)
@@ -77,7 +116,6 @@ __attribute__((noinline)) inline void multiply_block_rows(const headrace_packed_
       case 1: return multiply_blocks<Type, 1>(rows, first, data, inputs, sums);
       case 2: return multiply_blocks<Type, 2>(rows, first, data, inputs, sums);
       case 3: return multiply_blocks<Type, 3>(rows, first, data, inputs, sums);
-      case 4: return multiply_blocks<Type, 4>(rows, first, data, inputs, sums);
     }
   });
 }

@@ -129,39 +129,39 @@ struct BlockType {
     return found;
   }
 
-  // The codes of the outputs from `column` on: byte i of word q is of input 4q + i.
-  static void unpack(const uint8_t* block, int column, Words* words) {
+  // Words 2j and 2j + 1 of the codes of the outputs from `column` on: byte i of word q is of input
+  // 4q + i.
+  static void unpack_pair(const uint8_t* block, int column, int j, Words* words) {
     const uint8_t* low = block + kScaleBytes + column * 4;
     if constexpr (Bits == 8) {
-#pragma GCC unroll 8
-      for (int q = 0; q < kQuads; ++q) words[q] = load_raw<Words>(low + q * kPanel * 4);
+      words[0] = load_raw<Words>(low + 2 * j * kPanel * 4);
+      words[1] = load_raw<Words>(low + (2 * j + 1) * kPanel * 4);
       return;
     }
-#pragma GCC unroll 4
-    for (int j = 0; j < 4; ++j) {
-      const Words both = load_raw<Words>(low + j * kPanel * 4);
-      words[2 * j] = both & 0x0f0f0f0fu;
-      words[2 * j + 1] = (both >> 4) & 0x0f0f0f0fu;
-    }
+    const Words both = load_raw<Words>(low + j * kPanel * 4);
+    words[0] = both & 0x0f0f0f0fu;
+    words[1] = (both >> 4) & 0x0f0f0f0fu;
     const uint8_t* high = low + 4 * kPanel * 4;
     if constexpr (Bits == 5) {
       const Words bits = load_raw<Words>(high);
-#pragma GCC unroll 8
-      for (int q = 0; q < kQuads; ++q)
-        words[q] |= (q < 4 ? bits << (4 - q) : bits >> (q - 4)) & 0x10101010u;
+      words[0] |= (j < 2 ? bits << (4 - 2 * j) : bits >> (2 * j - 4)) & 0x10101010u;
+      words[1] |= (j < 2 ? bits << (3 - 2 * j) : bits >> (2 * j - 3)) & 0x10101010u;
     }
     if constexpr (Bits == 6) {
-#pragma GCC unroll 8
-      for (int q = 0; q < kQuads; ++q) {
-        const Words bits = load_raw<Words>(high + q / 4 * kPanel * 4);
-        const int shift = 4 - q % 4 * 2;
-        words[q] |= (shift > 0 ? bits << shift : bits >> -shift) & 0x30303030u;
-      }
+      const Words bits = load_raw<Words>(high + j / 2 * kPanel * 4);
+      words[0] |= (j % 2 ? bits : bits << 4) & 0x30303030u;
+      words[1] |= (j % 2 ? bits >> 2 : bits << 2) & 0x30303030u;
     }
     if constexpr (Table) {
-#pragma GCC unroll 8
-      for (int q = 0; q < kQuads; ++q) words[q] = look_up(kIQ4, words[q]);
+      words[0] = look_up(kIQ4, words[0]);
+      words[1] = look_up(kIQ4, words[1]);
     }
+  }
+
+  // All words of the codes of the outputs from `column` on.
+  static void unpack(const uint8_t* block, int column, Words* words) {
+#pragma GCC unroll 4
+    for (int j = 0; j < kQuads / 2; ++j) unpack_pair(block, column, j, words + 2 * j);
   }
 };
 

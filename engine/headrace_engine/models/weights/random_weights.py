@@ -3,7 +3,7 @@
 vLLM's `load_format` dummy. Reads only the folder's config.json; outputs are meaningless.
 """
 
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Container, Iterable, Mapping
 from typing import Protocol, runtime_checkable
 from zlib import crc32
 
@@ -69,6 +69,9 @@ class RandomReader(WeightReader):
         zeros = torch.full_like(scales, end / 2)
         groups = None if inputs % count == 0 else contiguous_groups(inputs, count)
         return QuantizedWeight(values, scales, zeros, groups, kind.bits)
+
+    def blocks(self, names: Iterable[str], kinds: Container[str]) -> None:
+        """None: no matrix has the blocks of a GGUF file."""
 
     def float8(self, names: Iterable[str]) -> Float8Weight | None:
         wanted = list(names)
