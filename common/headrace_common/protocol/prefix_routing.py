@@ -11,6 +11,7 @@ from hashlib import blake2b
 from ..wire.keys import shard_of
 from ..wire.messages import GenerateRequest, pack_tokens
 from .base import Candidate, EngineStatus, Placement
+from .kv_roles import able_to_take
 from .shards import shards_of
 
 MAX_CANDIDATES = 8  # engines that a request names; if all are too busy, any engine takes it
@@ -52,7 +53,8 @@ def placement_of(
 ) -> Placement | None:
     """The best placement of a request; None if fewer than two engines can take it."""
     shard = shard_of(request.request_id)
-    able = [engine for engine in engines if engine.takes_work and shard < engine.shards]
+    takers = able_to_take(engines, len(request.prompt_token_ids))
+    able = [engine for engine in takers if shard < engine.shards]
     if len(able) < 2:
         return None
     best = ranked(prefix_key(request, prefix_tokens), able)[:MAX_CANDIDATES]

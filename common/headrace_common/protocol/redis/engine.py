@@ -30,7 +30,16 @@ from ...wire.messages import (
     pack_tokens,
 )
 from ..attempt_history import AttemptHistory
-from ..base import Beat, EngineStatus, Lease, Outcome, Progress, TenantUse, Verdict
+from ..base import (
+    Beat,
+    EngineStatus,
+    Lease,
+    Outcome,
+    Progress,
+    TakeBounds,
+    TenantUse,
+    Verdict,
+)
 from ..failures import ended_state, failed
 from ..frames import (
     decode_control,
@@ -50,6 +59,7 @@ from .framing import frames_of
 from .images import read_image
 from .journal import JournalReader, entry_id
 from .sealing_check import SealingCheck
+from .statuses import read_statuses
 from .stream_reader import entries
 
 logger = logging.getLogger(__name__)
@@ -91,6 +101,7 @@ class RedisEngineQueue:
         self._renewed: dict[str, float] = {}
         self._sealer = connection.sealer
         self._adapters: tuple[str, ...] = ()
+        self._bounds = TakeBounds()
         # Whether this connection's user may read the shared stream of control messages.
         self._reads_shared: tuple[RedisClient, bool] | None = None
 
@@ -109,6 +120,12 @@ class RedisEngineQueue:
     def serve_adapters(self, adapters: Collection[str]) -> None:
         self._adapters = tuple(adapters)
 
+    def limit(self, bounds: TakeBounds) -> None:
+        self._bounds = bounds
+
+    async def engines(self) -> Sequence[EngineStatus]:
+        return await read_statuses(self._pipeline, self._model)
+
     async def take(self, count: int, prompt_tokens: int | None = None) -> Sequence[Lease]:
         shard = self._keys
         prefixes = [shard.records, shard.payloads, shard.journals]
@@ -118,7 +135,17 @@ class RedisEngineQueue:
             "take",
             [shard.stats, shard.dead_letters, shard.wakeups, *shard.queues, *prefixes]
             + [shard.ledger, shard.placed, *shard.fairness],
-            [self.engine_id, count, room, REQUEST_VERSION, keys.ENDED_TTL_MS, *self._adapters],
+            [
+                self.engine_id,
+                count,
+                room,
+                REQUEST_VERSION,
+                keys.ENDED_TTL_MS,
+                self._bounds.fewest,
+                -1 if self._bounds.most is None else self._bounds.most,
+                int(self._bounds.hold * 1000),
+                *self._adapters,
+            ],
         )
         self._left = (int(left[0]) - 1, left[1].decode()) if left else None
         is_held = bool(left) and left[2] >= 0
@@ -144,6 +171,7 @@ class RedisEngineQueue:
                 int(suspects),
                 int(sweep),
                 keys.ENDED_TTL_MS,
+                0 if self._bounds.handed_over else int(self._bounds.hold * 1000),
                 *self._adapters,
             ],
         )
@@ -309,12 +337,15 @@ class RedisEngineQueue:
             lambda: self._connection.client.pipeline(commands), tries=TRIES
         )
 
-    async def give_back(self, request_ids: Sequence[str]) -> None:
+    async def give_back(self, request_ids: Sequence[str], *, handed_over: bool = False) -> None:
         shard = self._keys
         await self._run_many(
             "giveback",
             [
-                ([shard.record(rid), shard.wakeups, *shard.queues], [rid, self.engine_id, "", 1])
+                (
+                    [shard.record(rid), shard.wakeups, *shard.queues],
+                    [rid, self.engine_id, "", 1, int(handed_over)],
+                )
                 for rid in request_ids
             ],
         )

@@ -18,6 +18,7 @@ from headrace_common.protocol.base import (
     Placement,
     Progress,
     QueueLimits,
+    TakeBounds,
     Verdict,
 )
 from headrace_common.protocol.failures import ended_state
@@ -225,9 +226,11 @@ class MemoryBackend:
         count: int,
         room: int | None,
         adapters: Collection[str] = (),
+        bounds: TakeBounds = TakeBounds(),
     ) -> Round:
         """TAKE."""
-        turn = Round(engine, count, math.inf if room is None else room, {"", *adapters})
+        most = math.inf if room is None else room
+        turn = Round(engine, count, most, {"", *adapters}, bounds)
         for priority in (2, 3):
             share = min(shard.due[priority] // SHARE, turn.left)
             self._take(shard, priority, share, turn)
@@ -261,8 +264,8 @@ class MemoryBackend:
         if record.deadline <= self.clock():
             self._remove_placed(shard, rid)
             turn.endings.append(self._fail(shard, queue.pop(), FailureCode.DEADLINE, False))
-        elif record.required not in turn.adapters:
-            self._leave_adapter(shard, queue, turn)
+        elif not turn.fits(record, self.clock()):
+            self._leave(shard, queue, turn)
         elif record.placed not in ("", turn.engine) and self._gives_way(shard, rid, turn):
             return
         elif record.prompt_tokens > turn.room:
@@ -273,12 +276,13 @@ class MemoryBackend:
             shard.counters.serve(record.tenant, cost(record.prompt_tokens, record.weight))
             turn.taken.append(self._lease(queue.pop(), record, turn.engine, suspect=False))
 
-    def _leave_adapter(self, shard: Shard, queue: FairQueue, turn: Round) -> None:
+    def _leave(self, shard: Shard, queue: FairQueue, turn: Round) -> None:
         """Takes the next request that the engine can run before the first, or nothing more."""
-        able = [r for r in queue.listed() if shard.records[r].required in turn.adapters]
+        now = self.clock()
+        able = [r for r in queue.listed() if turn.fits(shard.records[r], now)]
         if able:
             queue.pass_over(able[0])
-        elif any(shard.records[r].required in turn.adapters for r in queue.unread()):
+        elif any(turn.fits(shard.records[r], now) for r in queue.unread()):
             queue.rotate()
         else:
             turn.lacking.add(shard.records[queue.first() or ""].priority)
@@ -350,6 +354,7 @@ class MemoryBackend:
         lease: float,
         suspects: bool,
         adapters: Collection[str] = (),
+        bounds: TakeBounds = TakeBounds(),
     ) -> tuple[list[Taken], list[Ending]]:
         """REAP."""
         taken: list[Taken] = []
@@ -361,6 +366,9 @@ class MemoryBackend:
                 continue
             if record.deadline <= self.clock():
                 endings.append(self._fail(shard, rid, FailureCode.DEADLINE, True))
+                continue
+            held = not bounds.handed_over and bounds.hold
+            if self.clock() - record.handed_over_at < held:
                 continue
             if record.required not in ("", *adapters):
                 continue
@@ -408,7 +416,15 @@ class MemoryBackend:
         _charge(shard, record, before, record.progress)
         return verdict, record.gateway, counts
 
-    def release(self, shard: Shard, rid: str, engine: str, attempt: int | None, own: bool) -> bool:
+    def release(
+        self,
+        shard: Shard,
+        rid: str,
+        engine: str,
+        attempt: int | None,
+        own: bool,
+        handed_over: bool = False,
+    ) -> bool:
         """GIVEBACK."""
         record = self.owned(shard, rid, engine, attempt)
         if record is None or record.state != "running":
@@ -416,6 +432,8 @@ class MemoryBackend:
         record.beaten = -math.inf
         if own:
             record.owner, record.executing = "", False
+        if handed_over:
+            record.handed_over_at = self.clock()
         shard.wakeups += 1
         return True
 

@@ -47,6 +47,7 @@ class Record:
     lost_at: float = -math.inf
     anew: int = 0  # how often it was queued again after its end
     required: str = ""  # the adapter that its engine must have loaded
+    handed_over_at: float = -math.inf  # when an engine gave it back with its KV in the shared tier
     given: bool = False  # whether a client was given its outcome
     key: str = ""
     adapter: str = ""

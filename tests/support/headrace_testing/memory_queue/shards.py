@@ -6,7 +6,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 
-from headrace_common.protocol.base import EngineStatus
+from headrace_common.protocol.base import EngineStatus, TakeBounds
 from headrace_common.protocol.ledger import UsageEntry
 
 from .fairness import Counters, FairQueue
@@ -66,18 +66,27 @@ class Round:
 
     It may take `most` requests, and prompt tokens while there is `room`. `stopped` says that the
     next request does not fit or, until `free_at`, belongs to another engine. `adapters` are those
-    that the engine has loaded, and ""; `lacking` are priorities whose first request is for another.
+    that the engine has loaded, and ""; `lacking` are priorities whose first request is none that
+    the engine takes.
     """
 
     engine: str
     most: int
     room: float
     adapters: set[str] = field(default_factory=lambda: {""})
+    bounds: TakeBounds = TakeBounds()
     lacking: set[int] = field(default_factory=set)
     taken: list[Taken] = field(default_factory=list)
     endings: list[Ending] = field(default_factory=list)
     stopped: bool = False
     free_at: float = math.inf
+
+    def fits(self, record: Record, now: float) -> bool:
+        """Whether the engine takes the request, if there is room."""
+        late = now - record.admitted >= self.bounds.hold
+        return record.required in self.adapters and (
+            late or self.bounds.includes(record.prompt_tokens)
+        )
 
     @property
     def left(self) -> int:
