@@ -314,6 +314,31 @@ ENGINE_KV_COPY_TIME = Metric(
     "s",
     "Time of copies of KV, by place: host (steps waited for these), shared (reading in threads).",
 )
+ENGINE_HANDOVERS = Metric(
+    "headrace.engine.handovers",
+    MetricKind.COUNTER,
+    "{request}",
+    "Requests that went to another engine with the KV of their prompts.",
+)
+ENGINE_HANDOVER_TOKENS = Metric(
+    "headrace.engine.handover.tokens",
+    MetricKind.COUNTER,
+    "{token}",
+    "Tokens of these requests whose KV was handed over.",
+)
+ENGINE_HANDOVER_BYTES = Metric(
+    "headrace.engine.handover.bytes",
+    MetricKind.COUNTER,
+    "By",
+    "Bytes of this KV.",
+)
+ENGINE_HANDOVER_DURATION = Metric(
+    "headrace.engine.handover.duration",
+    MetricKind.HISTOGRAM,
+    "s",
+    "Time from the decision to hand a request over until another engine may take it.",
+    _FIRST_TOKEN_SECONDS,
+)
 ENGINE_STEP_DURATION = Metric(
     "headrace.engine.step.duration",
     MetricKind.HISTOGRAM,
@@ -463,6 +488,10 @@ ENGINE_METRICS = (
     ENGINE_KV_SHARED,
     ENGINE_KV_SHARED_BLOCKS,
     ENGINE_KV_COPY_TIME,
+    ENGINE_HANDOVERS,
+    ENGINE_HANDOVER_TOKENS,
+    ENGINE_HANDOVER_BYTES,
+    ENGINE_HANDOVER_DURATION,
     ENGINE_STEP_DURATION,
     ENGINE_STEP_TOKENS,
     ENGINE_STEP_LAST_AGE,

@@ -42,6 +42,7 @@ from .shards import Log, Round, Shard
 SHARE = 16
 LOOK_AGAIN = 0.1  # seconds
 SUSPECT, POISON = 2, 4
+ALL = TakeBounds()
 
 
 class MemoryBackend:
@@ -226,7 +227,7 @@ class MemoryBackend:
         count: int,
         room: int | None,
         adapters: Collection[str] = (),
-        bounds: TakeBounds = TakeBounds(),
+        bounds: TakeBounds = ALL,
     ) -> Round:
         """TAKE."""
         most = math.inf if room is None else room
@@ -354,7 +355,7 @@ class MemoryBackend:
         lease: float,
         suspects: bool,
         adapters: Collection[str] = (),
-        bounds: TakeBounds = TakeBounds(),
+        bounds: TakeBounds = ALL,
     ) -> tuple[list[Taken], list[Ending]]:
         """REAP."""
         taken: list[Taken] = []
