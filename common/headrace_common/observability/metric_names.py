@@ -314,17 +314,11 @@ ENGINE_KV_COPY_TIME = Metric(
     "s",
     "Time of copies of KV, by place: host (steps waited for these), shared (reading in threads).",
 )
-ENGINE_HANDOVERS = Metric(
-    "headrace.engine.handovers",
-    MetricKind.COUNTER,
-    "{request}",
-    "Requests that went to another engine with the KV of their prompts.",
-)
 ENGINE_HANDOVER_TOKENS = Metric(
     "headrace.engine.handover.tokens",
     MetricKind.COUNTER,
     "{token}",
-    "Tokens of these requests whose KV was handed over.",
+    "Tokens whose KV was handed over to other engines.",
 )
 ENGINE_HANDOVER_BYTES = Metric(
     "headrace.engine.handover.bytes",
@@ -488,7 +482,6 @@ ENGINE_METRICS = (
     ENGINE_KV_SHARED,
     ENGINE_KV_SHARED_BLOCKS,
     ENGINE_KV_COPY_TIME,
-    ENGINE_HANDOVERS,
     ENGINE_HANDOVER_TOKENS,
     ENGINE_HANDOVER_BYTES,
     ENGINE_HANDOVER_DURATION,

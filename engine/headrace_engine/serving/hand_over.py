@@ -12,7 +12,7 @@ from collections.abc import Awaitable, Callable
 from functools import partial
 
 from headrace_common.errors import BackendUnavailable
-from headrace_common.protocol.base import EngineQueue, EngineStatus
+from headrace_common.protocol.base import EngineQueue, EngineStatus, TakeBounds
 from headrace_common.protocol.kv_roles import Fleet, KVRole
 
 from ..core.errors import ConfigError
@@ -65,6 +65,7 @@ class HandOver:
         self._on_error = on_error
         self._clock, self._sleep = clock, sleep
         self._event_loop = asyncio.get_running_loop()
+        self._bounds = TakeBounds()
         self._room = 0  # sequences that other engines can go on with
         self._moving: set[str] = set()  # engine keys of requests whose KV is being written
         self._tasks: set[asyncio.Task[None]] = set()
@@ -84,13 +85,21 @@ class HandOver:
             return
         own = self._status()
         others = [engine for engine in engines if engine.engine_id != own.engine_id]
-        self._queue.limit(Fleet.of([own, *others]).bounds(own, self._config.timeout))
+        self._limit(Fleet.of([own, *others]).bounds(own, self._config.timeout))
         self._room = sum(
             max(0, engine.capacity - engine.running)
             for engine in others
             if engine.takes_work and engine.kv_role != KVRole.PRODUCER
         )
         self.move()
+
+    def _limit(self, bounds: TakeBounds) -> None:
+        if bounds != self._bounds:
+            alone = bounds == TakeBounds()
+            extra = {"role": self._config.role.value, "takes_all": alone}
+            logger.info("requests to take have changed", extra=extra)
+            self._bounds = bounds
+        self._queue.limit(bounds)
 
     def move(self) -> None:
         """Begins to hand requests over whose prompts are computed, if this engine is a producer."""

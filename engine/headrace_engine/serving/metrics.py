@@ -91,7 +91,6 @@ class EngineMetrics:
         self._phases = histogram(meter, names.ENGINE_REQUEST_PHASE_DURATION)
         self._redeliveries = counter(meter, names.QUEUE_REDELIVERIES)
         self._placements = counter(meter, names.QUEUE_PLACEMENTS)
-        self._handovers = counter(meter, names.ENGINE_HANDOVERS)
         self._handover_tokens = counter(meter, names.ENGINE_HANDOVER_TOKENS)
         self._handover_bytes = counter(meter, names.ENGINE_HANDOVER_BYTES)
         self._handover_duration = histogram(meter, names.ENGINE_HANDOVER_DURATION)
@@ -125,7 +124,6 @@ class EngineMetrics:
 
     def handed_over(self, tokens: int, kv_bytes: float, seconds: float) -> None:
         """Records that a request was handed over, with the KV of its first `tokens` tokens."""
-        self._handovers.add(1, self._labels)
         self._handover_tokens.add(tokens, self._labels)
         self._handover_bytes.add(round(kv_bytes), self._labels)
         self._handover_duration.record(seconds, self._labels)

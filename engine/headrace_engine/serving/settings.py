@@ -139,7 +139,7 @@ class EngineSettings(BaseSettings):
     kv_role: Literal["kv_producer", "kv_consumer", "kv_both"] = Field(
         "kv_both",
         description="kv_producer computes prompts and hands their KV over through the folder, "
-        "kv_consumer goes on with the answers; docs/disaggregated-prefill.md",
+        "kv_consumer goes on with the answers; docs/memory.md",
     )
     max_local_prefill_length: int = Field(
         1024,
