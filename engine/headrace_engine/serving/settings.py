@@ -142,7 +142,7 @@ class EngineSettings(BaseSettings):
         "kv_consumer goes on with the answers; docs/memory.md",
     )
     max_local_prefill_length: int = Field(
-        1024,
+        512,
         ge=0,
         description="tokens of the longest prompt that a kv_consumer computes itself while there "
         "is an engine of another role",
