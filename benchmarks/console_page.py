@@ -1,11 +1,13 @@
 """What an open page of the console costs, and how smoothly it draws.
 
-    PYTHONPATH=tests/support python benchmarks/console_page.py [--rounds 30] [--sequences 64]
+    PYTHONPATH=tests/support python benchmarks/console_page.py [--rounds 80] [--sequences 64]
 
-Starts `headrace up` with the demo model and keeps it busy with as many streams as sequences. In
-turns of a few seconds the stream of the live view is read and is not: what a page costs a server is
-that stream. The server's processes have the machine's first core; the clients have the others, as
-they are on other machines in production. Prints the ratio of tokens a second with and without.
+Starts `headrace up` with the demo model and keeps it busy with as many streams as sequences, which
+all begin together and decode until one of them ends; then the next ones begin. In turns of a second
+the stream of the live view is read and is not: what a page costs a server is that stream. A round
+has four turns, without, with, with, without (or the other way round), so that the growing context
+costs both alike. The server's processes have the machine's first core; the clients have the others,
+as they are on other machines in production. Prints the ratio of tokens a second with and without.
 Then Chromium shows the live view under the same load, and the frames that it drew are counted
 (`make system-packages` installs it).
 """
@@ -13,9 +15,10 @@ Then Chromium shows the live view under the same load, and the frames that it dr
 import argparse
 import asyncio
 import json
+import math
 import os
-import random
 import re
+import sys
 import tempfile
 from collections.abc import AsyncIterator
 from concurrent.futures import ThreadPoolExecutor
@@ -23,8 +26,7 @@ from contextlib import asynccontextmanager, nullcontext
 from dataclasses import asdict, dataclass
 from itertools import pairwise
 from pathlib import Path
-from statistics import median, quantiles
-from typing import Any
+from statistics import mean, median, quantiles, stdev
 
 import httpx
 
@@ -37,13 +39,14 @@ COUNT_FRAMES = """() => {
     const each = now => { window.frames.push(now); requestAnimationFrame(each); };
     requestAnimationFrame(each);
 }"""
-SETTLE_S = 0.5
+SETTLE_S = 0.3
 GENERATED = re.compile(rb'"completion_tokens":(\d+)')
+OUTPUT_TOKENS = 1500
 
 
 @dataclass(frozen=True, slots=True)
-class Pair:
-    """Tokens a second of two neighbouring turns: without and with a watcher."""
+class Round:
+    """Tokens a second of four neighbouring turns: two without and two with a watcher."""
 
     alone: float
     watched: float
@@ -58,45 +61,55 @@ class Frames:
 
 
 class Load:
-    """Streams that are sent again as they end; `tokens` is what they all have received."""
+    """Streams that begin together; `tokens` is what they all have received."""
 
     def __init__(self, url: str, sequences: int) -> None:
         self.tokens = 0
         self._url = url
         self._sequences = sequences
+        self._begun = 0
+        self._all_begun = asyncio.Event()
+        self._streams: list[asyncio.Task[None]] = []
+
+    @property
+    def steady(self) -> bool:
+        """Whether no stream has ended."""
+        return not any(stream.done() for stream in self._streams)
 
     @asynccontextmanager
     async def running(self) -> AsyncIterator[httpx.AsyncClient]:
         limits = httpx.Limits(max_connections=None)
         async with httpx.AsyncClient(base_url=self._url, limits=limits, timeout=60) as client:
             async with asyncio.TaskGroup() as group:
-                streams = [
+                self._streams = [
                     group.create_task(self._stream(client, number))
                     for number in range(self._sequences)
                 ]
-                await asyncio.sleep(5)
+                await self._all_begun.wait()
                 yield client
-                for stream in streams:
+                for stream in self._streams:
                     stream.cancel()
 
     async def _stream(self, client: httpx.AsyncClient, number: int) -> None:
-        body: dict[str, Any] = {
+        body = {
             "model": "headrace-demo",
             "prompt": f"{number} " + "Once upon a time there was a river. " * 4,
+            "max_tokens": OUTPUT_TOKENS,
             "ignore_eos": True,
             "stream": True,
             "stream_options": {"include_usage": True, "continuous_usage_stats": True},
         }
-        lengths = random.Random(number)
-        while True:
-            # So short that streams begin and end at all times, and turns are alike.
-            body["max_tokens"], before = lengths.randint(16, 112), 0
-            async with client.stream("POST", "/v1/completions", json=body) as response:
-                response.raise_for_status()
-                async for chunk in response.aiter_bytes():
-                    if found := GENERATED.findall(chunk):
-                        self.tokens += int(found[-1]) - before
-                        before = int(found[-1])
+        before = 0
+        async with client.stream("POST", "/v1/completions", json=body) as response:
+            response.raise_for_status()
+            async for chunk in response.aiter_bytes():
+                if found := GENERATED.findall(chunk):
+                    if not before:
+                        self._begun += 1
+                        if self._begun == self._sequences:
+                            self._all_begun.set()
+                    self.tokens += int(found[-1]) - before
+                    before = int(found[-1])
 
     async def speed(self, seconds: float) -> float:
         """Tokens a second, from now on."""
@@ -122,24 +135,30 @@ async def watcher(client: httpx.AsyncClient) -> AsyncIterator[None]:
     reading.cancel()
 
 
-async def pairs(load: Load, rounds: int, seconds: float) -> list[Pair]:
-    found = []
-    async with load.running() as client:
-        for number in range(rounds):
-            speed = {}
-            for watched in (number % 2 == 0, number % 2 == 1):
-                async with watcher(client) if watched else nullcontext():
-                    await asyncio.sleep(SETTLE_S)
-                    speed[watched] = await load.speed(seconds)
-            found.append(Pair(alone=speed[False], watched=speed[True]))
+async def measure(url: str, sequences: int, rounds: int, seconds: float) -> list[Round]:
+    found: list[Round] = []
+    while len(found) < rounds:
+        load = Load(url, sequences)
+        async with load.running() as client:
+            while True:
+                first = len(found) % 2 == 0
+                speeds: dict[bool, float] = {False: 0, True: 0}
+                for watched in (first, not first, not first, first):
+                    async with watcher(client) if watched else nullcontext():
+                        await asyncio.sleep(SETTLE_S)
+                        speeds[watched] += await load.speed(seconds) / 2
+                if not load.steady:
+                    break
+                found.append(Round(alone=speeds[False], watched=speeds[True]))
+                print(f"round {len(found)} of {rounds}", file=sys.stderr)
     return found
 
 
-def frames(url: str, load: Load, seconds: float) -> Frames:
+def frames(url: str, sequences: int, seconds: float) -> Frames:
     """What a browser draws while the load runs."""
 
     async def keep_busy() -> None:
-        async with load.running():
+        async with Load(url, sequences).running():
             await asyncio.sleep(seconds)
 
     with chromium() as browser:
@@ -157,8 +176,8 @@ def frames(url: str, load: Load, seconds: float) -> Frames:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
-    parser.add_argument("--rounds", type=int, default=30)
-    parser.add_argument("--seconds", type=float, default=2, help="of one turn")
+    parser.add_argument("--rounds", type=int, default=80)
+    parser.add_argument("--seconds", type=float, default=1, help="of one turn")
     parser.add_argument("--sequences", type=int, default=64)
     parser.add_argument("--json", type=Path, help="file to write the rounds to")
     options = parser.parse_args()
@@ -170,14 +189,14 @@ def main() -> None:
     ):
         os.sched_setaffinity(0, others or {first})
         up.until_served()
-        load = Load(up.url, options.sequences)
-        found = asyncio.run(pairs(load, options.rounds, options.seconds))
-        smooth = frames(up.url, load, 20)
-    ratios = [pair.watched / pair.alone for pair in found]
-    low, _, high = quantiles(ratios, n=4)
-    print(f"{median(pair.alone for pair in found):.0f} tokens/s without a watcher")
+        found = asyncio.run(measure(up.url, options.sequences, options.rounds, options.seconds))
+        smooth = frames(up.url, options.sequences, 20)
+    logs = [math.log(each.watched / each.alone) for each in found]
+    error = stdev(logs) / math.sqrt(len(logs))
+    print(f"{median(each.alone for each in found):.0f} tokens/s without a watcher")
     print(
-        f"with / without, median of {len(ratios)}: {median(ratios):.3f} ({low:.3f} to {high:.3f})"
+        f"with / without, geometric mean of {len(logs)} rounds: {math.exp(mean(logs)):.4f}"
+        f" +- {error:.4f} (standard error)"
     )
     print(f"{smooth.per_second:.1f} frames a second, 99 % within {smooth.gap_p99_ms:.1f} ms")
     if options.json:
