@@ -107,7 +107,7 @@ def test_long_prompts_are_handed_over_with_their_kv(
     assert apart.handed_over() >= len(long_cases)
     tokens = apart.producer.metric("headrace_engine_handover_tokens_total")
     assert tokens >= sum((len(case.prompt) - 1) // 4 * 4 for case in long_cases)
-    assert apart.producer.metric("headrace_engine_handover_bytes_total") > tokens
+    assert apart.producer.metric("headrace_engine_handover_kv_bytes_total") > tokens
     shared = apart.consumer.metric("headrace_engine_prefix_cache_hits_total", 'place="shared"')
     assert shared > 0, "the consumer reads what the producer wrote"
     until(apart.stack.queue_is_empty, "the queue to be empty")

@@ -204,7 +204,7 @@ def _cache() -> tuple[Panel, ...]:
         Panel(
             title="KV handed over",
             description="Bytes per second of this KV.",
-            queries=(Query(q.total(q.rate(names.ENGINE_HANDOVER_BYTES), q.POD), _POD),),
+            queries=(Query(q.total(q.rate(names.ENGINE_HANDOVER_KV), q.POD), _POD),),
             unit=Unit.BYTES_PER_SECOND,
         ),
         Panel(

@@ -320,8 +320,8 @@ ENGINE_HANDOVER_TOKENS = Metric(
     "{token}",
     "Tokens whose KV was handed over to other engines.",
 )
-ENGINE_HANDOVER_BYTES = Metric(
-    "headrace.engine.handover.bytes",
+ENGINE_HANDOVER_KV = Metric(
+    "headrace.engine.handover.kv",
     MetricKind.COUNTER,
     "By",
     "Bytes of this KV.",
@@ -483,7 +483,7 @@ ENGINE_METRICS = (
     ENGINE_KV_SHARED_BLOCKS,
     ENGINE_KV_COPY_TIME,
     ENGINE_HANDOVER_TOKENS,
-    ENGINE_HANDOVER_BYTES,
+    ENGINE_HANDOVER_KV,
     ENGINE_HANDOVER_DURATION,
     ENGINE_STEP_DURATION,
     ENGINE_STEP_TOKENS,

@@ -92,7 +92,7 @@ class EngineMetrics:
         self._redeliveries = counter(meter, names.QUEUE_REDELIVERIES)
         self._placements = counter(meter, names.QUEUE_PLACEMENTS)
         self._handover_tokens = counter(meter, names.ENGINE_HANDOVER_TOKENS)
-        self._handover_bytes = counter(meter, names.ENGINE_HANDOVER_BYTES)
+        self._handover_kv = counter(meter, names.ENGINE_HANDOVER_KV)
         self._handover_duration = histogram(meter, names.ENGINE_HANDOVER_DURATION)
         self._prefill_labels = {**self._labels, names.PHASE: "prefill"}
         self._decode_labels = {**self._labels, names.PHASE: "decode"}
@@ -125,7 +125,7 @@ class EngineMetrics:
     def handed_over(self, tokens: int, kv_bytes: float, seconds: float) -> None:
         """Records that a request was handed over, with the KV of its first `tokens` tokens."""
         self._handover_tokens.add(tokens, self._labels)
-        self._handover_bytes.add(round(kv_bytes), self._labels)
+        self._handover_kv.add(round(kv_bytes), self._labels)
         self._handover_duration.record(seconds, self._labels)
 
     def ended(self, leased: LeasedRequest, outcome: Outcome) -> None:
