@@ -116,8 +116,11 @@ class HandOver:
 
     def _when_shared(self, action: Callable[[], None]) -> None:
         """Calls `action` on the event loop once the KV of all full blocks is in the shared tier."""
-        back = partial(self._event_loop.call_soon_threadsafe, action)
-        self._loop.between_steps(partial(self._engine.call_when_shared, back))
+
+        def call() -> None:
+            self._event_loop.call_soon_threadsafe(action)
+
+        self._loop.between_steps(partial(self._engine.call_when_shared, call))
 
     def _begin(self, key: str, leased: LeasedRequest, decided_at: float) -> None:
         self._moving.discard(key)

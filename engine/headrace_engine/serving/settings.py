@@ -330,7 +330,7 @@ class EngineSettings(BaseSettings):
                 )
         if self.lora_dir is not None and not self.enable_lora:
             raise ValueError("lora_dir is given, but enable_lora is off: switch it on")
-        if self.kv_role != KVRole.BOTH and self.kv_offloading_folder is None:
+        if self.kv_role != "kv_both" and self.kv_offloading_folder is None:
             raise ValueError(
                 f"kv_role {self.kv_role} needs kv_offloading_folder, through which KV is handed "
                 "over: name a folder, or use kv_both"
@@ -409,7 +409,7 @@ class EngineSettings(BaseSettings):
             swap_space=self.swap_space,
             kv_offloading_folder=self.kv_offloading_folder,
             kv_offloading_folder_size=self.kv_offloading_folder_size,
-            kv_offloading_paced=self.kv_role != KVRole.PRODUCER,
+            kv_offloading_paced=self.kv_role != "kv_producer",
             max_num_seqs=self.max_num_seqs,
             max_num_batched_tokens=self.max_num_batched_tokens,
             itl_target=self.itl_target,

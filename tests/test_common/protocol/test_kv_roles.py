@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
@@ -21,9 +22,9 @@ def prompt_of(tokens: int, tenant: str = "default") -> GenerateRequest:
     return replace(make_request(), prompt_token_ids=tuple(range(1, tokens + 1)), tenant=tenant)
 
 
-def engine(name: str, role: KVRole, local: int = 8, **fields: object) -> EngineStatus:
+def engine(name: str, role: KVRole, local: int = 8, **fields: Any) -> EngineStatus:
     status = make_status(engine_id=name)
-    return replace(status, kv_role=role, max_local_prefill_length=local, **fields)  # type: ignore[arg-type]
+    return replace(status, kv_role=role, max_local_prefill_length=local, **fields)
 
 
 def ids(leases: Sequence[Lease]) -> list[str]:
@@ -49,7 +50,7 @@ def test_long_prompts_are_the_producers_and_short_ones_the_consumers() -> None:
 
 @pytest.mark.parametrize("role", [KVRole.PRODUCER, KVRole.CONSUMER, KVRole.BOTH])
 @pytest.mark.parametrize("away", [{"draining": True}, {"sleep_level": 1}])
-def test_engines_of_one_role_alone_do_everything(role: KVRole, away: dict[str, object]) -> None:
+def test_engines_of_one_role_alone_do_everything(role: KVRole, away: dict[str, Any]) -> None:
     mine = engine("a", role)
     other = KVRole.CONSUMER if role == KVRole.PRODUCER else KVRole.PRODUCER
     fleet = [mine, engine("b", role), engine("c", other, **away)]
