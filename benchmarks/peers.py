@@ -46,7 +46,7 @@ class Engine:
     child: str
     venv: str | None
     weights: str = "bf16"
-    suffix: str = ""  # of the model's file, where the engine has a format of its own
+    suffix: str = ""  # of the model's file, if it is not the checkpoint
 
 
 HEADRACE = Engine("headrace", "headrace", None)
@@ -54,6 +54,10 @@ HEADRACE_INT8 = Engine("headrace-int8", "headrace", None, weights="int8")
 VLLM = Engine("vllm-tuned", "vllm", "vllm")
 LLAMA_BF16 = Engine("llama.cpp-bf16", "llama.cpp", "lcpp", suffix="-bf16.gguf")
 LLAMA_Q8 = Engine("llama.cpp-q8_0", "llama.cpp", "lcpp", suffix="-q8_0.gguf")
+LLAMA_Q4 = Engine("llama.cpp-q4_k_m", "llama.cpp", "lcpp", suffix="-q4_k_m.gguf")
+# The same files in both engines.
+HEADRACE_Q8 = Engine("headrace-q8_0", "headrace", None, suffix=LLAMA_Q8.suffix)
+HEADRACE_Q4 = Engine("headrace-q4_k_m", "headrace", None, suffix=LLAMA_Q4.suffix)
 
 
 @dataclass(frozen=True)
@@ -84,6 +88,10 @@ WORKLOADS = (
     Workload("half-1", "half", "single", 1, (HEADRACE, LLAMA_BF16, VLLM)),
     Workload("small-1-int8", "small", "single", 1, (HEADRACE_INT8, LLAMA_Q8)),
     Workload("half-1-int8", "half", "single", 1, (HEADRACE_INT8, LLAMA_Q8)),
+    Workload("small-1-q8_0", "small", "single", 1, (HEADRACE_Q8, LLAMA_Q8)),
+    Workload("half-1-q8_0", "half", "single", 1, (HEADRACE_Q8, LLAMA_Q8)),
+    Workload("small-1-q4_k_m", "small", "single", 1, (HEADRACE_Q4, LLAMA_Q4)),
+    Workload("half-1-q4_k_m", "half", "single", 1, (HEADRACE_Q4, LLAMA_Q4)),
     Workload("small-long", "small", "long", LONG_COUNT, (HEADRACE, VLLM)),
 )
 HTTP = "http-32"  # the servers, see peer_servers.py

@@ -2,7 +2,7 @@
 
     PYTHONPATH=engine:common python benchmarks/triton_aot.py [--capability 80 89 90]
         [--shape 8b ...] [--only TEXT] [--brief] [--candidates] [--dependent]
-        [--loops] [--json]
+        [--loops [TEXT ...]] [--json]
 
 Each launch has the arguments that the engine gives it. Printed are its registers, spilled bytes,
 shared memory and the programs that fit a multiprocessor; asynchronous copies by size, and the
@@ -331,9 +331,14 @@ def compile_launches(
     for launch in launches:
         exact = str((launch.name, launch.options, *describe(launch)))
         key = brief_key(launch) if wanted.brief else exact
-        if any(text in launch.name for text in wanted.only) and key not in seen:
+        if _contains(launch.name, wanted.only) and key not in seen:
             seen.add(key)
-            yield compile_launch(launch, capability, wanted.loops)
+            asked = wanted.loops is not None and _contains(launch.name, wanted.loops or [""])
+            yield compile_launch(launch, capability, asked)
+
+
+def _contains(name: str, texts: Sequence[str]) -> bool:
+    return any(text in name for text in texts)
 
 
 HEADER = (
@@ -382,7 +387,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--dependent", action="store_true", help="kernels that may be launched early, on 90 only"
     )
-    parser.add_argument("--loops", action="store_true", help="the cost of their loops")
+    parser.add_argument(
+        "--loops", nargs="*", metavar="TEXT", help="the cost of their loops; TEXT as of --only"
+    )
     parser.add_argument("--json", action="store_true", help="an object for each kernel")
     wanted = parser.parse_args(arguments)
     if not wanted.json:
@@ -396,7 +403,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             for one in compile_launches(capability, launches, wanted):
                 unfit += not one.fits and not wanted.candidates
                 found = {"shape": name, **asdict(one)}
-                shown = json.dumps(found) if wanted.json else lines(one, wanted.loops)
+                shown = json.dumps(found) if wanted.json else lines(one, wanted.loops is not None)
                 print(shown, flush=True)
     return 1 if unfit else 0
 

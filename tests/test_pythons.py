@@ -36,6 +36,25 @@ def test_a_program_that_is_another_python_is_passed_over(
     assert pythons.find("3.13") is None
 
 
+@pytest.mark.parametrize("status", [0, 1])
+def test_make_fills_the_environment(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, status: int
+) -> None:
+    """Nothing is tested in one that could not be filled."""
+    monkeypatch.setattr(pythons, "ROOT", tmp_path)
+    monkeypatch.setenv("PYENV_ROOT", str(tmp_path))
+    found = program(tmp_path / "versions/3.13.1/bin/python", "3.13")
+    tested = program(tmp_path / ".venvs/3.13/bin/python", "tested > tested")
+    rule = f"install-dev:\n\t@echo $(VENV) $(PYTHON) > made; exit {status}\n"
+    (tmp_path / "Makefile").write_text(rule)
+    result = pythons.run("3.13", [])
+    assert (tmp_path / "made").read_text() == f".venvs/3.13 {found}\n"
+    assert (tmp_path / "tested").exists() is (status == 0), tested
+    assert result == (
+        f"{pythons.NOT_BUILT}: make exited with 2" if status else "pytest ended without a report"
+    )
+
+
 def test_the_report_lists_the_results_of_each_python(tmp_path: Path) -> None:
     report = tmp_path / "report.xml"
     assert pythons.read(report) == "pytest ended without a report"

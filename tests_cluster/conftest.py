@@ -77,7 +77,7 @@ def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) ->
 def _picture(release: Release) -> str:
     kubectl = release.kubectl
     asked = [
-        ("get", "modelservices,deployments,pods,leases", "-o", "wide"),
+        ("get", "modelservices,deployments,statefulsets,pods,leases", "-o", "wide"),
         ("describe", "modelservices"),
         ("get", "events", "--sort-by=.lastTimestamp"),
         ("logs", "--selector=app.kubernetes.io/part-of=headrace", "--tail=25", "--prefix"),

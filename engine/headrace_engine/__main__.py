@@ -44,12 +44,15 @@ from headrace_common.protocol.redis.live import RedisSnapshotWriter
 from headrace_common.protocol.redis.registry import RedisModelRegistry
 from headrace_common.protocol.redis.sharded_engine import ShardedEngineQueue
 from headrace_common.protocol.redis.slots import RedisSlot
+from headrace_common.protocol.variants import EngineSide
 from headrace_common.sealing.keyring_file import KeyringFile
-from headrace_common.text.checkpoint import CheckpointFiles
+from headrace_common.text.checkpoint import CheckpointFiles, local_source
 from headrace_common.text.errors import TokenizerError
 from headrace_common.text.tokenizer import Tokenizer
 from headrace_common.wire import keys
 
+from .checkpoints.checkpoint import load_checkpoint
+from .checkpoints.fingerprint import sampled_digest
 from .core.config import EngineConfig
 from .core.errors import EngineError, RequestError
 from .core.start_phases import StartPhases, ignore_phase
@@ -59,6 +62,7 @@ from .model_runner.model_runner import ModelRunner
 from .scheduler.policies import make_policy
 from .serving.adapter_loading import AdapterLoading
 from .serving.model_registration import ModelFiles, ModelRegistration, ModelSource
+from .serving.rank_node_process import run_rank_node
 from .serving.settings import EngineSettings
 from .serving.start_notice import announced_start
 from .serving.turn_taking import TurnTaking, load_in_turn
@@ -82,6 +86,9 @@ def main(arguments: list[str] | None = None, phases: StartPhases | None = None) 
     if settings is None:
         return EXIT_CONFIG
     try:
+        if settings.node_rank:
+            run_rank_node(settings, phases)
+            return 0
         # Before the weights, which may take minutes to load.
         sealing = KeyringFile(settings)
         phases.begin("tokenizer")
@@ -187,6 +194,7 @@ async def serve(
     """Serves until SIGTERM or a drain message. Raises the error that ended the service."""
     phases.begin("telemetry")
     connection = _connection(settings, sealing)
+    side = EngineSide(settings.side, await asyncio.to_thread(_weights, settings))
     queue = ShardedEngineQueue(
         lambda shard: RedisEngineQueue(
             connection,
@@ -194,6 +202,7 @@ async def serve(
             settings.name,
             shard=shard,
             lease_ms=int(settings.lease * 1000),
+            side=side,
         ),
         settings.queue_shards,
     )
@@ -230,9 +239,10 @@ async def serve(
             phases,
             reader,
         )
+        running_loop = asyncio.get_running_loop()
         if runner is not None and runner.peers is not None:
             runner.peers.watch(worker.fail)
-        running_loop = asyncio.get_running_loop()
+            runner.peers.on_drain(partial(running_loop.call_soon_threadsafe, worker.end))
         for number in (signal.SIGTERM, signal.SIGINT):
             running_loop.add_signal_handler(number, worker.end)
         await worker.run()
@@ -241,6 +251,18 @@ async def serve(
         await queue.close()
         await connection.close()
         await asyncio.to_thread(measures.shutdown)
+
+
+def _weights(settings: EngineSettings) -> str:
+    """A digest of the weights, which tells whether two engines can continue each other's answers;
+    "" if it cannot be computed."""
+    try:
+        return sampled_digest(
+            load_checkpoint(local_source(settings.model), settings.revision).folder
+        )
+    except (OSError, EngineError) as error:
+        logger.warning("weights have no digest", extra={"error": str(error)})
+        return ""
 
 
 def _redis(settings: EngineSettings) -> ConnectionConfig:
@@ -305,6 +327,7 @@ def _worker_config(
     return WorkerConfig(
         model=settings.name,
         name=settings.display_name,
+        variant=settings.side,
         max_model_len=engine.max_model_len,
         max_num_seqs=settings.max_num_seqs,
         block_size=settings.block_size,

@@ -1,6 +1,6 @@
 """Labels, annotations and child names of everything that the operator makes.
 
-Selector labels never change for the life of a ModelService: a Deployment's selector is immutable.
+Selector labels never change for the life of a ModelService: a workload's selector is immutable.
 """
 
 from collections.abc import Mapping
@@ -21,6 +21,13 @@ MODEL_SERVICE = f"{GROUP}/model-service"
 TRACK = f"{GROUP}/track"
 STABLE = "stable"
 CANARY = "canary"
+NODE_RANK = f"{GROUP}/node-rank"  # of a pod of an engine that spans several
+POD_INDEX = "apps.kubernetes.io/pod-index"
+
+# https://lws.sigs.k8s.io
+LEADER_WORKER_SETS = "leaderworkerset.x-k8s.io/v1"
+GROUP_INDEX = "leaderworkerset.sigs.k8s.io/group-index"
+WORKER_INDEX = "leaderworkerset.sigs.k8s.io/worker-index"
 
 # On a ModelService: a new value gives its engines' Redis user a new password.
 REDIS_PASSWORD = f"{GROUP}/redis-password"
@@ -34,6 +41,8 @@ CONTAINER = "engine"
 DOCTOR = "doctor"
 METRICS_PORT_NAME = "metrics"
 METRICS_PORT = 9400
+MASTER_PORT_NAME = "master"
+MASTER_PORT = 29501
 
 # A pod's name is its Deployment's plus 17 characters. Engine ids contain the pod's name as a host
 # name, which has at most 63 characters.
@@ -48,7 +57,7 @@ def selector(name: str) -> dict[str, str]:
 
 
 def track_selector(name: str, track: str) -> dict[str, str]:
-    """Labels that select the engine pods of one of its Deployments."""
+    """Labels that select the engine pods of one of its tracks."""
     return {**selector(name), TRACK: track}
 
 
@@ -69,6 +78,16 @@ def selector_text(labels: Mapping[str, str]) -> str:
 
 def deployment(name: str, track: str = STABLE) -> str:
     return f"{name}-engine" if track == STABLE else f"{name}-engine-{track}"
+
+
+def stateful_set(name: str, rank: int) -> str:
+    """The StatefulSet of one node of every engine. At most 52 characters: its pods have its name
+    and a hash as a label."""
+    return f"{name}-engine-n{rank}"
+
+
+def leader_worker_set(name: str) -> str:
+    return f"{name}-engine"
 
 
 def service(name: str) -> str:

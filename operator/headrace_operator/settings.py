@@ -31,6 +31,11 @@ class OperatorSettings(BaseSettings):
     watch_all_namespaces: bool = Field(
         False, description="serve ModelServices of every namespace, not only the operator's own"
     )
+    watch_nodes: bool = Field(
+        False,
+        description="watch nodes, and let engines hand over their requests before their node ends; "
+        "needs a ClusterRole that may list and watch nodes",
+    )
     identity: str | None = Field(
         None, description="name of this replica in the Lease; default: host name and a random part"
     )

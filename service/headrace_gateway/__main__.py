@@ -121,6 +121,7 @@ async def serve(
         config=ClientConfig(beat_interval=BEATS * settings.lease),
         place=_place(settings, engines),
         shards=engines.shards,
+        side=engines.side,
         history=history,
     )
     supervisor = _supervisor(settings)

@@ -56,7 +56,7 @@ def _kind_of(node: ast.Dict) -> set[tuple[str, str]]:
 def test_the_operator_may_manage_every_kind_that_it_makes(granted: set[Rule]) -> None:
     made = manifests_made()
 
-    assert ("apps", "deployments") in made
+    assert {("apps", "deployments"), ("apps", "statefulsets")} < made
     missing = {(*kind, verb) for kind in made for verb in OWNED} - granted
     assert missing == set()
 
@@ -75,8 +75,18 @@ def test_the_operator_may_watch_and_report_on_its_own_kind(granted: set[Rule]) -
     assert {rule for rule in granted if rule[0] == group} == wanted
 
 
-def test_the_operator_may_watch_the_deployments_that_it_makes(granted: set[Rule]) -> None:
-    assert {("apps", "deployments", "list"), ("apps", "deployments", "watch")} <= granted
+@pytest.mark.parametrize(
+    ("group", "resource"),
+    [
+        ("apps", "deployments"),
+        ("apps", "statefulsets"),
+        ("leaderworkerset.x-k8s.io", "leaderworkersets"),
+    ],
+)
+def test_the_operator_may_watch_the_workloads_that_it_makes(
+    granted: set[Rule], group: str, resource: str
+) -> None:
+    assert {(group, resource, "list"), (group, resource, "watch")} <= granted
 
 
 def test_the_operator_may_mark_pods_and_write_events(granted: set[Rule]) -> None:
@@ -158,3 +168,17 @@ def test_definitions_are_upgraded_with_the_release_and_survive_its_removal() -> 
     assert "helm.sh/resource-policy" not in loose["metadata"].get("annotations", {})
     assert none == []
     assert not (CHART / "crds").exists()
+
+
+def test_the_operator_may_list_nodes_only_if_it_watches_them(granted: set[Rule]) -> None:
+    assert not any(resource == "nodes" for _, resource, _ in granted)
+    assert of_kind(render(), "ClusterRole") == []
+
+    objects = render({"operator": {"watchNodes": True}})
+
+    (role,) = of_kind(objects, "ClusterRole")
+    (binding,) = of_kind(objects, "ClusterRoleBinding")
+    assert rules(objects, "ClusterRole", role["metadata"]["name"]) == {
+        ("", "nodes", verb) for verb in ("list", "watch")
+    }
+    assert binding["roleRef"]["name"] == role["metadata"]["name"]

@@ -21,7 +21,7 @@ GATEWAY_OWNED = {
 }
 # These are derived from other values.
 OPERATOR_OWNED = {
-    *("namespace", "watch_all_namespaces", "identity", "lease_name", "redis_url"),
+    *("namespace", "watch_all_namespaces", "watch_nodes", "identity", "lease_name", "redis_url"),
     *("engine_redis_secret", "engine_redis_secret_key", "engine_redis_ca_secret"),
     *("redis_admin_url", "engine_redis_url"),
     *("engine_sealing_secret", "engine_sealing_mode"),

@@ -6,7 +6,9 @@ import shutil
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Awaitable, Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -16,9 +18,11 @@ from headrace_common.protocol.base import EngineStatus
 from headrace_common.protocol.redis.client.connection import Connection, ConnectionConfig
 from headrace_common.protocol.redis.gateway import RedisGatewayQueue
 from headrace_common.wire.messages import Control, Drain, Recall
+from headrace_testing.greedy import clear_cases
 from headrace_testing.needs import missing
-from headrace_testing.processes import HeadraceProcess, Starter, until
+from headrace_testing.processes import HeadraceProcess, Starter, frozen, until
 from headrace_testing.stack import MODEL, Stack
+from headrace_testing.streams import Crowd
 from headrace_testing.valkey import free_port
 
 MODULES = ["headrace_engine", "headrace_gateway", "headrace_operator"]
@@ -176,6 +180,38 @@ def test_a_drained_engine_exits_by_default(engine_stack: Stack) -> None:
     engine_stack.await_engines(1)
     tell(engine_stack, Drain())
     assert engine.wait() == 0
+
+
+def test_an_engine_whose_node_ends_soon_hands_over_all_answers(
+    engine_stack: Stack, checkpoint: Path, tmp_path: Path
+) -> None:
+    """It is told 5 s before it is killed, although its drain could take ten minutes."""
+    tier = ("--swap-space", "0.25", "--kv-offloading-folder", str(tmp_path / "kv"))
+    flags = ("--after-drain", "wait", "--drain-timeout", "600", "--lease", "60", *tier)
+    first = engine_stack.add_engine(*flags)
+    url = engine_stack.add_gateway().url
+    engine_stack.await_engines(1)
+    crowd = Crowd([url], clear_cases(checkpoint, 8, 160))
+
+    engine_id = status(engine_stack).engine_id
+    with ThreadPoolExecutor(1) as clients:
+        answers = clients.submit(lambda: asyncio.run(crowd.run()))
+        until(lambda: all(each.token_ids for each in crowd.received), "all streams to begin")
+        with frozen([first]):  # so that no answer ends before the message comes
+            control = Drain(within_ms=5000)
+            on_queue(engine_stack, lambda queue: queue.send(engine_id, MODEL, control))
+            told = time.monotonic()
+        first.await_log("requests are handed over: the engine's node ends")
+        first.await_log("drained")
+        assert not answers.done()
+        second = engine_stack.add_engine(*flags)
+        time.sleep(max(0.0, told + 5 - time.monotonic()))
+        engine_stack.retire(first)
+        answers.result()
+
+    assert crowd.mistakes() == []
+    until(engine_stack.queue_is_empty, "the queue to be empty")
+    assert second.metric("headrace_engine_kv_shared_blocks_total", 'result="hit"') > 0
 
 
 def status(stack: Stack) -> EngineStatus:

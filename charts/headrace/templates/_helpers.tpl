@@ -556,6 +556,11 @@ service:
 {{- ternary (printf "%s-%s" .Release.Namespace $name) $name .Values.operator.watchAllNamespaces }}
 {{- end }}
 
+{{/* A ClusterRole in each release that watches nodes. */}}
+{{- define "headrace.operator.nodesRoleName" -}}
+{{- printf "%s-%s-nodes" .Release.Namespace (include "headrace.componentName" (list . "operator")) }}
+{{- end }}
+
 {{/* Its objects belong to no namespace, so their name has the release's in it. */}}
 {{- define "headrace.modelServicePolicy.name" -}}
 {{- list .Release.Namespace (include "headrace.componentName" (list . "model-services")) | compact | join "-" }}
@@ -605,6 +610,7 @@ the definition {{ .metadata.name }} is there and no release's: set crds.enabled=
 {{- $own := dict
       "namespace" .Release.Namespace
       "watch_all_namespaces" .Values.operator.watchAllNamespaces
+      "watch_nodes" .Values.operator.watchNodes
       "lease_name" (include "headrace.componentName" (list . "operator"))
       "engine_redis_secret" (include "headrace.redis.secretName" .)
       "engine_redis_secret_key" (include "headrace.redis.secretKey" (list . "engine"))

@@ -19,18 +19,21 @@ AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 @app.command(epilog="Example: headrace models check Qwen/Qwen3-0.6B")
 def check(
     model: Annotated[str, typer.Argument(help="Folder, hub id, or headrace-demo.")],
+    tensor_parallel_size: Annotated[
+        int, typer.Option(min=1, help="Number of ranks that the engine would have.")
+    ] = 1,
     as_json: AsJson = False,
 ) -> None:
     """Show how engine and gateway would serve a model: implementation, quantisation, context,
     memory, tokenizer, chat template, formats of tool calls and reasoning.
 
-    Weights are not read; for a hub id that is not cached, only the small files are fetched. Exit
-    code 1: it cannot be served.
+    Names and shapes of all tensors are compared with config.json; weights are not read. For a hub
+    id that is not cached, only the small files are fetched. Exit code 1: it cannot be served.
     """
     need("up", "huggingface_hub", "torch", "fastapi")
     from ..models.check import run_check
 
-    raise typer.Exit(0 if run_check(model, Output(as_json)) else 1)
+    raise typer.Exit(0 if run_check(model, tensor_parallel_size, Output(as_json)) else 1)
 
 
 @app.command(epilog="Example: headrace models pull Qwen/Qwen3-0.6B")

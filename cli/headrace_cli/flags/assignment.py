@@ -35,6 +35,7 @@ class ProcessArguments:
     gateway: tuple[str, ...] = ()
     adapters: tuple[str, ...] = ()
     tensor_parallel_size: int = 1
+    nnodes: int = 1
     threads: int | None = None
     api_keys: bool = False
 
@@ -66,6 +67,11 @@ def assigned(flags: Sequence[Flag], own: Sequence[Flag]) -> ProcessArguments:
     engine = [flag for flag in flags if flag.name in ENGINE.names]
     gateway = [f for f in flags if f.name in GATEWAY.names and f.name not in _OF_ENGINES]
     settings = ENGINE.read([*own, *engine])
+    if settings.node_rank:
+        raise UsageError(
+            f"--node-rank {settings.node_rank} has no gateway or queue, which `headrace up` starts",
+            "use `headrace engine`, and `headrace up` on node 0 only",
+        )
     adapters = tuple(settings.lora_modules)
     served = GATEWAY.read([*own, *gateway, Flag("lora_modules", json.dumps(adapters), "")])
     return ProcessArguments(
@@ -73,6 +79,7 @@ def assigned(flags: Sequence[Flag], own: Sequence[Flag]) -> ProcessArguments:
         gateway=tuple(GATEWAY.words(gateway)),
         adapters=adapters,
         tensor_parallel_size=settings.tensor_parallel_size,
+        nnodes=settings.nnodes,
         threads=settings.threads,
         api_keys=served.api_keys_file is not None,
     )

@@ -22,10 +22,10 @@ from .pull import bars_on_a_terminal_alone, hub_bytes
 _SECONDS = 300
 
 
-def run_check(model: str, output: Output) -> bool:
+def run_check(model: str, ranks: int, output: Output) -> bool:
     """Shows the findings; returns whether the model can be served."""
     bars_on_a_terminal_alone()
-    found = list(_findings(model))
+    found = list(_findings(model, ranks))
     table = plain_table("", "check", "found", "remedy")
     for each in found:
         table.add_row(each.level.value, each.subject, *map(_line, (each.detail, each.remedy)))
@@ -39,7 +39,7 @@ def _line(text: str) -> str:
     return without_controls(" ".join(text.split()))
 
 
-def _findings(model: str) -> Iterator[Finding]:
+def _findings(model: str, ranks: int) -> Iterator[Finding]:
     checked = list(files.check(model))
     yield from checked
     if any(each.level is Level.FAIL for each in checked):
@@ -49,7 +49,7 @@ def _findings(model: str) -> Iterator[Finding]:
     except TokenizerError as error:
         yield fail("model", str(error), "check the id, your network and HF_TOKEN")
         return
-    engine = _ask("headrace_engine.model_loader.describe_model", folder)
+    engine = _ask("headrace_engine.model_loader.describe_model", folder, str(ranks))
     weights = files.weight_bytes(model) or hub_bytes(model)
     yield from _engine(engine, weights)
     yield from _gateway(_ask("headrace_gateway.describe_model", folder))
@@ -76,6 +76,8 @@ def _engine(found: dict[str, Any], weights: int | None) -> Iterator[Finding]:
     yield ok("quantisation", found["quantization"] or "none")
     if found["max_model_len"] is not None:
         yield ok("context", f"{found['max_model_len']} tokens")
+    if found["tensors"] is not None:
+        yield ok("tensors", f"{found['tensors']}, each with its place in the model")
     yield from _memory(found, weights)
 
 
@@ -111,9 +113,9 @@ def _size(count: int) -> str:
     return f"{count} bytes"
 
 
-def _ask(module: str, folder: Path) -> dict[str, Any]:
+def _ask(module: str, folder: Path, *arguments: str) -> dict[str, Any]:
     """The JSON that a module prints about a folder; `problem` is one of its keys."""
-    command = [sys.executable, "-m", module, str(folder)]
+    command = [sys.executable, "-m", module, str(folder), *arguments]
     try:
         done = subprocess.run(  # noqa: S603
             command, capture_output=True, text=True, timeout=_SECONDS, check=False

@@ -23,8 +23,9 @@ def draw(snapshot: Snapshot, note: str = "") -> RenderableType:
     title = Text(f"headrace top  {at:%H:%M:%S}  ", style="bold")
     waiting = sum(model.waiting for model in snapshot.models)
     tokens = sum(engine.output_tokens_per_s or 0.0 for engine in snapshot.engines)
+    engines = len(snapshot.engines)
     title.append(
-        f"{len(snapshot.engines)} engines, {waiting} waiting, {tokens:.0f} output tokens/s",
+        f"{engines} engine{'s' * (engines != 1)}, {waiting} waiting, {tokens:.0f} output tokens/s",
         style="not bold",
     )
     parts: list[RenderableType] = [title]

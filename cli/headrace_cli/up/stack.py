@@ -42,6 +42,11 @@ class UpConfig:
                 f"the model's name has over {MAX_ID_CHARS} characters",
                 "give a shorter one with --served-model-name",
             )
+        if self.engines > 1 and self.arguments.nnodes > 1:
+            raise UsageError(
+                f"--engines {self.engines} cannot share the port on which other nodes join",
+                "use one engine with --nnodes",
+            )
 
     @property
     def model_name(self) -> str:

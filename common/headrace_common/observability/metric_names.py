@@ -360,6 +360,27 @@ ENGINE_REQUEST_PHASE_DURATION = Metric(
     "Time that a request spent in a phase: queue, compile, prefill, decode.",
     _PHASE_SECONDS,
 )
+# Of each side of a canary (VARIANT). The first token's time counts from the request's admission.
+ENGINE_REQUESTS_ENDED = Metric(
+    "headrace.engine.requests.ended",
+    MetricKind.COUNTER,
+    "{request}",
+    "Requests that an engine has ended, by variant and by the error with which they failed.",
+)
+ENGINE_TIME_TO_FIRST_TOKEN = Metric(
+    "headrace.engine.time_to_first_token",
+    MetricKind.HISTOGRAM,
+    "s",
+    "Time from a request's admission to its first output token, by variant.",
+    _FIRST_TOKEN_SECONDS,
+)
+ENGINE_TIME_PER_OUTPUT_TOKEN = Metric(
+    "headrace.engine.time_per_output_token",
+    MetricKind.HISTOGRAM,
+    "s",
+    "Mean time per output token after the first, one value a request, by variant.",
+    _OUTPUT_TOKEN_SECONDS,
+)
 ENGINE_PREEMPTIONS = Metric(
     "headrace.engine.preemptions",
     MetricKind.COUNTER,
@@ -489,6 +510,9 @@ ENGINE_METRICS = (
     ENGINE_STEP_TOKENS,
     ENGINE_STEP_LAST_AGE,
     ENGINE_REQUEST_PHASE_DURATION,
+    ENGINE_REQUESTS_ENDED,
+    ENGINE_TIME_TO_FIRST_TOKEN,
+    ENGINE_TIME_PER_OUTPUT_TOKEN,
     ENGINE_PREEMPTIONS,
     ENGINE_PREFIX_CACHE_TOKENS,
     ENGINE_PREFIX_CACHE_HITS,
@@ -566,6 +590,7 @@ REASON = "reason"
 STATE = "state"
 PLACE = "place"
 PHASE = "phase"
+VARIANT = "variant"
 KIND = "kind"
 RESULT = "result"
 TYPE = "type"

@@ -166,8 +166,8 @@ class EngineStatus:
     engine takes from the first `shards` shards of its model's queue, and may take from more. `name`
     is for people; it may be empty. `shows_batch` says that it writes snapshots after a Watch.
     `sleep_level` is above 0 while it sleeps, and already or still while it falls asleep or wakes.
-    `kv_role` is one of KVRole; a consumer computes prompts of up to `max_local_prefill_length`
-    tokens itself.
+    `variant` is its side (`variants`). `kv_role` is one of KVRole; a consumer computes prompts of
+    up to `max_local_prefill_length` tokens itself.
     """
 
     engine_id: str
@@ -184,6 +184,7 @@ class EngineStatus:
     name: str = ""
     shows_batch: bool = False
     sleep_level: int = 0
+    variant: str = ""
     kv_role: str = "kv_both"
     max_local_prefill_length: int = 0
 
@@ -218,6 +219,10 @@ class Lease:
     without progress before and must run alone. `placed`: whether it was placed with this engine;
     None if it was placed with none. `waited` and `left` are the seconds since admission and until
     the deadline, by the queue's clock, which may differ from the engine's.
+
+    `foreign`: an engine of the other side, with other weights, ran it before. If its client has
+    tokens, it must not continue here: give it back (`for_own_side`). `abandoned`: its own side is
+    gone for good, so it must fail instead.
     """
 
     request: GenerateRequest
@@ -228,6 +233,8 @@ class Lease:
     placed: bool | None = None
     waited: float = field(default=0.0, compare=False)
     left: float = field(default=math.inf, compare=False)
+    foreign: bool = False
+    abandoned: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -383,6 +390,9 @@ class GatewayQueue(Protocol):
 
     async def engines(self, model: str) -> Sequence[EngineStatus]: ...
 
+    async def canary_percent(self, model: str) -> float:
+        """The percentage of the model's requests that is meant for a canary."""
+
     async def drain_rate(self, model: str) -> float:
         """Requests per second that have lately left the queue; 0 if unknown."""
 
@@ -484,10 +494,17 @@ class EngineQueue(Protocol):
         """Ends a request, stores its outcome and enters its usage in the ledger; False if not the
         owner. Works in a full Redis."""
 
-    async def give_back(self, request_ids: Sequence[str], *, handed_over: bool = False) -> None:
+    async def give_back(
+        self,
+        request_ids: Sequence[str],
+        *,
+        for_own_side: bool = False,
+        handed_over: bool = False,
+    ) -> None:
         """Makes own requests claimable immediately, without counting a failure.
 
-        `handed_over` says that their KV is in the shared tier: see TakeBounds.
+        With `for_own_side` only engines of the side that ran them before get them, as long as that
+        side is wanted. `handed_over` says that their KV is in the shared tier: see TakeBounds.
         """
 
     async def close(self) -> None: ...

@@ -105,8 +105,10 @@ def decode_control(data: bytes) -> Control:
     """Unpacks and checks a control message. Raises MessageError."""
     body = versioned(data, 2)
     kind = body[1]
-    if kind in (DRAIN, RECALL):
-        return Drain() if kind == DRAIN else Recall()
+    if kind == DRAIN:
+        return Drain(within_ms=count(body[2]) if len(body) > 2 else None)
+    if kind == RECALL:
+        return Recall()
     if kind == WATCH:
         at_least(body, 3)
         return Watch(duration_ms=count(body[2]))
@@ -121,7 +123,10 @@ def decode_control(data: bytes) -> Control:
 
 def is_of_operator(data: bytes) -> bool:
     """Whether it is Drain or Recall, which the operator sends; they contain no data of requests."""
-    return data in (encode_control(Drain()), encode_control(Recall()))
+    try:
+        return isinstance(decode_control(data), Drain | Recall)
+    except MessageError:
+        return False
 
 
 def encode_outcome(outcome: Outcome) -> bytes:
@@ -227,7 +232,7 @@ def _positions(logprobs: Sequence[Logprobs] | None) -> list[object] | None:
 def _control(control: Control) -> list[object]:
     match control:
         case Drain():
-            return [DRAIN]
+            return [DRAIN] if control.within_ms is None else [DRAIN, control.within_ms]
         case Recall():
             return [RECALL]
         case Watch():

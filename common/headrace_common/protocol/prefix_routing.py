@@ -51,13 +51,16 @@ def placement_of(
     load_factor: float,
     hold_ms: int,
 ) -> Placement | None:
-    """The best placement of a request; None if fewer than two engines can take it."""
+    """The best placement of a request; None if fewer than two engines of its side can
+    take it."""
     shard = shard_of(request.request_id)
-    takers = able_to_take(engines, len(request.prompt_token_ids))
-    able = [engine for engine in takers if shard < engine.shards]
-    if len(able) < 2:
+    able = [engine for engine in engines if engine.takes_work and shard < engine.shards]
+    of_side = [engine for engine in engines if engine.variant == request.variant]
+    takers = able_to_take(of_side, len(request.prompt_token_ids))
+    own_side = [engine for engine in takers if shard < engine.shards]
+    if len(own_side) < 2:
         return None
-    best = ranked(prefix_key(request, prefix_tokens), able)[:MAX_CANDIDATES]
+    best = ranked(prefix_key(request, prefix_tokens), own_side)[:MAX_CANDIDATES]
     return Placement(
         candidates=tuple(Candidate(engine_id=e.engine_id, capacity=e.capacity) for e in best),
         capacity=sum(engine.capacity for engine in able),

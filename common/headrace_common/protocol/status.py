@@ -24,6 +24,7 @@ _LATER = {
     "name": "",
     "shows_batch": False,
     "sleep_level": 0,
+    "variant": "",
     "kv_role": "kv_both",
     "max_local_prefill_length": 0,
 }
@@ -51,6 +52,7 @@ def decode_status(data: bytes) -> EngineStatus:
             raise MessageError(f"engine status: {name} is missing or of another type")
     if not 0 < body["shards"] <= MAX_SHARDS:
         raise MessageError(f"engine status: shards must be 1 to {MAX_SHARDS}")
-    if len(body["name"]) > MAX_NAME_CHARS:
-        raise MessageError(f"engine status: name has over {MAX_NAME_CHARS} characters")
+    for name in ("name", "variant"):
+        if len(body[name]) > MAX_NAME_CHARS:
+            raise MessageError(f"engine status: {name} has over {MAX_NAME_CHARS} characters")
     return EngineStatus(**{name: body[name] for name in _FIELDS})

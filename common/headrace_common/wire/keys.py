@@ -160,6 +160,8 @@ class ShardKeys:
             pe  engine it is placed with                pu  until when it waits for that engine
             ps  how many requests were taken before it meanwhile
             lo  adapter that its engine must have loaded, with its version
+            va  its side: canary, or nothing        wf  digest of the weights that it runs with
+            ls  whether only engines with these weights may continue it
             ul  bounds of the ledger that it is entered in       ki  API key    ad  adapter
             ue  number and sums of its entries there             og  output tokens that were given
             u<attempt>  what the attempt used
@@ -301,6 +303,12 @@ class ShardKeys:
         """String, an engine's msgpack AdapterReport, only in shard 0, if it takes work. Lives for
         one lease."""
         return f"ar:{self.tag}:{engine_id}"
+
+    @property
+    def canary(self) -> str:
+        """Hash, only in shard 0: the canary's percentage of the requests, and when each side's
+        engines last wrote a beat (Redis' time, ms). No expiry."""
+        return f"cy:{self.tag}"
 
     @property
     def decision(self) -> str:

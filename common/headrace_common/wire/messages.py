@@ -58,7 +58,8 @@ class GenerateRequest:
     engines that have loaded this version of it may run the request. `tenant_weight` is the
     tenant's share relative to those of other tenants. `key` is the id of the client's API key;
     engines do not need it. `images` are the images in the prompt, in order; the queue stores their
-    bytes apart (EngineQueue.image).
+    bytes apart (EngineQueue.image). `variant` is the side of engines that runs it; it is in the
+    request's record, not in the message.
     """
 
     request_id: str
@@ -79,6 +80,7 @@ class GenerateRequest:
     tenant_weight: float = 1.0
     key: str = ""
     images: tuple[ImageSpan, ...] = ()
+    variant: str = field(default="", compare=False)
 
     @property
     def served_model(self) -> str:
@@ -275,7 +277,13 @@ class Disown:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Drain:
-    """Take no more work and finish what runs; then exit, or wait for SIGTERM or Recall."""
+    """Take no more work and finish what runs; then exit, or wait for SIGTERM or Recall.
+
+    `within_ms` is set if the engine's node ends then. An engine whose drain may take longer gives
+    back what runs at once; one of an older version finishes it.
+    """
+
+    within_ms: int | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -17,8 +17,21 @@ from .safetensors_folder import INDEX_FILE, SINGLE_FILE, SafetensorsFolder
 from .tensor_info import Shape, TensorInfo
 
 __all__ = [
-    "INDEX_FILE", "SINGLE_FILE", "WHOLE", "Portion", "Shape", "TensorFiles", "TensorInfo", "scan",
+    "INDEX_FILE", "SINGLE_FILE", "WHOLE", "Portion", "Shape", "TensorFiles", "TensorHeaders",
+    "TensorInfo", "has_files", "scan",
 ]  # fmt: skip
+
+_DTYPES = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "I64": torch.int64,
+    "I32": torch.int32,
+    "I8": torch.int8,
+    "U8": torch.uint8,
+}
 
 
 class TensorStore(Protocol):
@@ -77,6 +90,22 @@ class TensorFiles:
             self._progress.advance(length)
         if self._ahead is not None:
             self._ahead.advance(length)
+
+
+class TensorHeaders(TensorFiles):
+    """A checkpoint's headers: tensors are loaded onto the meta device, without their bytes."""
+
+    def plan(self, portions: Mapping[str, Portion]) -> None:
+        pass
+
+    def load(self, name: str) -> torch.Tensor:
+        info = self.tensors[name]
+        return torch.empty(info.shape, dtype=_DTYPES[info.dtype], device="meta")
+
+
+def has_files(folder: Path) -> bool:
+    """Whether a folder has files of tensors, or names such files."""
+    return (folder / INDEX_FILE).is_file() or any(folder.glob("*.safetensors"))
 
 
 def scan(folder: Path) -> Mapping[str, TensorInfo]:

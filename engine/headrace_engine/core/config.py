@@ -22,7 +22,7 @@ _NO_LIMITS: Mapping[str, int] = MappingProxyType({})
 _MEDIA = ("image", "video", "audio")
 _COUNTS = (
     *("block_size", "max_num_seqs", "max_num_batched_tokens"),
-    *("tensor_parallel_size", "max_loras", "max_lora_rank", "encoder_cache_bytes"),
+    *("tensor_parallel_size", "nnodes", "max_loras", "max_lora_rank", "encoder_cache_bytes"),
 )
 
 
@@ -42,6 +42,11 @@ class EngineConfig:
     Processes: `tensor_parallel_size` processes share the model, each with its own GPU (or a part of
     the cores). With `enable_expert_parallel` each of them has whole experts of a mixture, otherwise
     a part of every expert. `kv_cache_bytes`, `swap_space` and `threads` are for each process.
+
+    Nodes: the processes run on `nnodes` machines or pods, as many on each. This is node
+    `node_rank`; node 0 is the engine, and the others reach it at `master_addr` and `master_port`.
+    If `node_secret_file` is given, only nodes with the same content may join. A node is lost after
+    `node_timeout` seconds without a sign of life.
 
     KV cache: without `kv_cache_bytes` and `num_blocks` its size is measured: on GPUs
     `memory_utilization` of the total memory, on CPUs of the available memory, minus what the
@@ -80,6 +85,12 @@ class EngineConfig:
     device: str = "auto"
     tensor_parallel_size: int = 1
     enable_expert_parallel: bool = False
+    nnodes: int = 1
+    node_rank: int = 0
+    master_addr: str = "127.0.0.1"
+    master_port: int = 29501
+    node_secret_file: str | None = None
+    node_timeout: float = 15.0
     attention_backend: str = "auto"
     model_implementation: Literal["auto", "native", "transformers"] = "auto"
     task: Literal["auto", "generate", "embed"] = "auto"
@@ -142,6 +153,11 @@ class EngineConfig:
             raise ConfigError(
                 f"memory_utilization must be in (0, 1], not {self.memory_utilization}"
             )
+
+    @property
+    def ranks_per_node(self) -> int:
+        """The number of processes on each node."""
+        return self.tensor_parallel_size // self.nnodes
 
     @property
     def has_draft_model(self) -> bool:
@@ -221,6 +237,18 @@ class EngineConfig:
                 "deterministic is for one process, and tensor_parallel_size is "
                 f"{self.tensor_parallel_size}: use 1, or switch deterministic off"
             )
+        if self.tensor_parallel_size % self.nnodes:
+            raise ConfigError(
+                f"tensor_parallel_size {self.tensor_parallel_size} is not a multiple of nnodes "
+                f"{self.nnodes}: it counts the processes of all nodes, as many on each"
+            )
+        if not 0 <= self.node_rank < self.nnodes:
+            raise ConfigError(
+                f"node_rank must be 0 to {self.nnodes - 1}, since nnodes is {self.nnodes}, not "
+                f"{self.node_rank}"
+            )
+        if not 1 <= self.node_timeout < inf:
+            raise ConfigError(f"node_timeout must be 1 second or more, not {self.node_timeout}")
 
     def _check_lora(self) -> None:
         if self.max_cpu_loras is not None and self.max_cpu_loras < self.max_loras:

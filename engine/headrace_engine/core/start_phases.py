@@ -15,6 +15,7 @@ PHASES = (
     "settings",
     "tokenizer",
     "turn",  # waits until a shared accelerator is free
+    "nodes",  # waits until the other nodes have joined
     "device",  # config.json, the device, attention backend and operators
     "weights",  # read and put into their places
     "kernels",  # compiled or loaded, and measured

@@ -1,7 +1,9 @@
-"""The process of a rank: `python -m headrace_engine.distributed RANK SIZE COMMANDS_FD LOGS_FD`.
+"""The process of a rank:
+`python -m headrace_engine.distributed RANK SIZE COMMANDS_FD LOGS_FD [STORE_FD]`.
 
-Only rank 0 starts it. It ends with rank 0: on Linux through the kernel, elsewhere when its
-connection breaks. Rank 0 alone answers signals to the process group.
+Rank 0, or the process of another node, starts it. It ends with that process: on Linux through the
+kernel, elsewhere when its connection breaks. Only that process answers signals to the process
+group. STORE_FD is its connection to the store of node 0, if it is on another node.
 """
 
 import ctypes
@@ -20,7 +22,7 @@ PR_SET_PDEATHSIG = 1
 
 def main(arguments: list[str]) -> int:
     """Returns the process's exit code."""
-    rank, size, command_number, log_number = map(int, arguments)
+    rank, size, command_number, log_number, *store_number = map(int, arguments)
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)
     _die_with_parent()
@@ -34,7 +36,8 @@ def main(arguments: list[str]) -> int:
         greeting = commands.introduction(connection)
         logging.basicConfig(level=greeting["level"], handlers=[RankLogHandler(logs)])
         logging.captureWarnings(True)
-        return serve(rank, size, connection, greeting)
+        store = Connection(store_number[0]) if store_number else None
+        return serve(rank, size, connection, greeting, store)
     return 0
 
 
@@ -44,7 +47,8 @@ def _die_with_parent() -> None:
 
 
 def _watch(logs: Connection) -> None:
-    """Waits for the end of rank 0, which sends nothing on this connection, and exits."""
+    """Waits for the end of the process that started this one, and exits: nothing is sent on this
+    connection."""
     with suppress(EOFError, OSError):
         logs.recv_bytes()
     os._exit(1)

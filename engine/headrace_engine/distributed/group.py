@@ -1,12 +1,14 @@
 """The collectives of the ranks: NCCL on GPUs, gloo on CPUs.
 
 The process group is separate from torch's default group, so that several engines, or an application
-that uses torch.distributed itself, may share a process. Gloo listens on the loopback interface
-only.
+that uses torch.distributed itself, may share a process. Without other nodes gloo listens on the
+loopback interface only.
 """
 
+import os
 from collections.abc import Sequence
 from datetime import timedelta
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -17,10 +19,34 @@ from ..core.errors import RankFailed
 
 # Seconds that a rank waits for another one. The serving process notices a hanging step much sooner.
 TIMEOUT = timedelta(minutes=10)
+# The same while they connect: all of them have loaded then.
+CONNECT_TIMEOUT = timedelta(minutes=1)
 LOOPBACK = "127.0.0.1"
 
 # Compiled classes with incomplete stubs.
 _C10D: Any = dist
+
+
+def open_store(meeting: Path | Connection, size: int) -> Any:
+    """torch's store of `size` ranks, for `Group.connect`: a file of node 0, or on another node a
+    connection to node 0. Raises RankFailed."""
+    if not dist.is_available():
+        raise RankFailed("this build of torch has no torch.distributed: use tensor_parallel_size 1")
+    if isinstance(meeting, Path):
+        return _C10D.FileStore(str(meeting), size)
+    from .remote_store import RemoteStore
+
+    return RemoteStore(meeting)
+
+
+def interface_of(address: str) -> str:
+    """The network interface that has this address. Raises RankFailed."""
+    import psutil
+
+    for name, found in psutil.net_if_addrs().items():
+        if any(one.address == address for one in found):
+            return name
+    raise RankFailed(f"no network interface of this node has the address {address}")
 
 
 class Work(Protocol):
@@ -48,30 +74,31 @@ class Group:
         self.rank, self.size, self._device = rank, size, device
         self._backend: Backend | None = None
 
-    def connect(self, store: Path) -> None:
-        """Meets the other ranks through a file that all of them name. Raises RankFailed."""
-        if not dist.is_available():
-            raise RankFailed(
-                "this build of torch has no torch.distributed: use tensor_parallel_size 1"
-            )
+    def connect(self, store: object, host: str | None = None) -> None:
+        """Meets the other ranks through a store that all of them open (`open_store`). `host` is
+        this node's address for other nodes, if there are any. Raises RankFailed."""
         try:
             make = self._nccl if self._device == "cuda" else self._gloo
-            self._backend = make(_C10D.FileStore(str(store), self.size))
+            self._backend = make(store, host)
         except RuntimeError as error:
             raise RankFailed(f"rank {self.rank} cannot reach the others: {error}") from error
 
-    def _nccl(self, meeting: object) -> Backend:
+    def _nccl(self, store: object, host: str | None) -> Backend:
+        if host is not None:
+            os.environ.setdefault("NCCL_SOCKET_IFNAME", f"={interface_of(host)}")
         options = _C10D.ProcessGroupNCCL.Options()
         options._timeout = TIMEOUT
-        made: Backend = _C10D.ProcessGroupNCCL(meeting, self.rank, self.size, options)
+        made: Backend = _C10D.ProcessGroupNCCL(store, self.rank, self.size, options)
         return made
 
-    def _gloo(self, meeting: object) -> Backend:
+    def _gloo(self, store: object, host: str | None) -> Backend:
         options = _C10D.ProcessGroupGloo._Options()
-        options._timeout = TIMEOUT
-        options._devices = [_C10D.ProcessGroupGloo.create_device(hostname=LOOPBACK)]
-        made: Backend = _C10D.ProcessGroupGloo(meeting, self.rank, self.size, options)
-        return made
+        options._timeout = CONNECT_TIMEOUT
+        options._devices = [_C10D.ProcessGroupGloo.create_device(hostname=host or LOOPBACK)]
+        made: Any = _C10D.ProcessGroupGloo(store, self.rank, self.size, options)
+        made._set_default_timeout(TIMEOUT)
+        connected: Backend = made
+        return connected
 
     @property
     def file_done(self) -> bool:

@@ -4,7 +4,6 @@ Refuses what cannot be divided before anything is started.
 """
 
 import os
-from contextlib import ExitStack
 from dataclasses import replace
 
 import torch
@@ -32,37 +31,58 @@ def load_model(
     or RankFailed."""
     on_phase("device")
     size = config.tensor_parallel_size
-    if config.swap_space or config.has_draft_model or config.draft_head is not None:
-        config = replace(config, disable_hybrid_kv_cache_manager=True)
+    if config.node_rank:
+        raise ConfigError(
+            f"node_rank {config.node_rank} has no engine, only ranks: start it as `headrace engine`"
+        )
     if size == 1:
-        return place_model(config, on_phase=on_phase)
-    device = pick_device(config.device)
-    _check_devices(config, device)
+        return place_model(_without_hybrid_cache(config), on_phase=on_phase)
+    config, device = divided(config)
     _check_model(config)
-    config = replace(config, threads=config.threads or _threads(size, device))
-    with ExitStack() as started:
-        peers = RankProcesses(config, device.type, launch)
-        started.callback(peers.close)
+    peers = RankProcesses(config, device, launch, on_phase)
+    try:
         shard = Shard(0, size, peers.group, config.enable_expert_parallel)
         placed = place_model(config, shard, on_phase)
         peers.connect()
-        started.pop_all()
+    except BaseException as error:
+        peers.fail(error)
+        raise
     model = RankZeroModel(placed.model, peers, placed.layout)
     return replace(placed, model=model, peers=peers)
 
 
+def divided(config: EngineConfig) -> tuple[EngineConfig, str]:
+    """The configuration of this node's ranks, and their device type. Raises ConfigError."""
+    device = pick_device(config.device)
+    _check_devices(config, device)
+    threads = config.threads or _threads(config.ranks_per_node, device)
+    return replace(_without_hybrid_cache(config), threads=threads), device.type
+
+
+def _without_hybrid_cache(config: EngineConfig) -> EngineConfig:
+    """All layers keep all positions if blocks are swapped, or a draft's KV shares the blocks."""
+    if config.swap_space or config.has_draft_model or config.draft_head is not None:
+        return replace(config, disable_hybrid_kv_cache_manager=True)
+    return config
+
+
 def _check_devices(config: EngineConfig, device: torch.device) -> None:
-    size = config.tensor_parallel_size
+    size = config.ranks_per_node
     if device.type != "cuda":
         return
     if device.index is not None:
         raise ConfigError(
-            f"device {config.device} is one GPU, and tensor_parallel_size is {size}: set device "
-            "cuda, and CUDA_VISIBLE_DEVICES to choose which"
+            f"device {config.device} is one GPU, and tensor_parallel_size is "
+            f"{config.tensor_parallel_size}: set device cuda, and CUDA_VISIBLE_DEVICES to choose "
+            "which"
         )
     found = torch.cuda.device_count()
     if found < size:
-        raise ConfigError(f"tensor_parallel_size {size} needs as many GPUs, and there are {found}")
+        nodes = "" if config.nnodes == 1 else f" on {config.nnodes} nodes"
+        raise ConfigError(
+            f"tensor_parallel_size {config.tensor_parallel_size}{nodes} needs {size} GPUs here, "
+            f"and there are {found}"
+        )
 
 
 def _check_model(config: EngineConfig) -> None:

@@ -7,13 +7,14 @@ kernel kills a rank when the thread that started it ends, so that no rank outliv
 import os
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
 from pathlib import Path
 from threading import Event, Thread
-from typing import Protocol
+from types import MappingProxyType
+from typing import Any, Protocol
 
 from .rank_logs import write_rank_logs
 
@@ -28,6 +29,10 @@ class RankHandle(Protocol):
 
     rank: int
     commands: Connection
+    # The address of its node for other nodes; None: its node is this one.
+    host: str | None
+    # Settings of which its node has its own.
+    settings: Mapping[str, Any]
 
     def end(self, timeout: float) -> None:
         """Waits up to `timeout` seconds for the rank to end, then kills it, even if it is stopped
@@ -41,19 +46,25 @@ class Launcher(Protocol):
 
 
 class RankProcess:
-    """Runs `python -m headrace_engine.distributed` for one rank."""
+    """Runs `python -m headrace_engine.distributed` for one rank. `links` are its connections to
+    node 0, for commands and for the store, if this is another node."""
 
-    def __init__(self, rank: int, size: int, on_end: OnEnd) -> None:
+    host: str | None = None
+    settings: Mapping[str, Any] = MappingProxyType({})
+
+    def __init__(
+        self, rank: int, size: int, on_end: OnEnd, links: tuple[Connection, ...] = ()
+    ) -> None:
         self.rank, self._on_end = rank, on_end
-        self.commands, commands = Pipe()
+        self.commands, commands = (links[0], links[0]) if links else Pipe()
         self._logs, logs = Pipe()
         self._process: subprocess.Popen[bytes] | None = None
         self._problem = ""
         started = Event()
-        command = [*_python(), str(rank), str(size), str(commands.fileno()), str(logs.fileno())]
-        self._thread = Thread(
-            target=self._run, args=(command, (commands, logs), started), daemon=True
-        )
+        ends = (commands, logs, *links[1:])
+        numbers = [str(end.fileno()) for end in ends]
+        command = [*_python(), str(rank), str(size), *numbers]
+        self._thread = Thread(target=self._run, args=(command, ends, started), daemon=True)
         self._thread.name = f"rank-{rank}"
         self._thread.start()
         started.wait()
@@ -61,6 +72,11 @@ class RankProcess:
     @property
     def pid(self) -> int | None:
         return None if self._process is None else self._process.pid
+
+    @property
+    def exit_code(self) -> int | None:
+        """The exit code once the process has ended; below 0: minus the signal that killed it."""
+        return None if self._process is None else self._process.returncode
 
     def end(self, timeout: float) -> None:
         self._thread.join(timeout)

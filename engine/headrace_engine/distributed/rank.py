@@ -23,26 +23,27 @@ from ..models.parallel import Shard
 from ..models.placed_model import PlacedModel
 from . import commands
 from .commands import Command, Disconnected
-from .group import Group
+from .group import Group, open_store
 
 logger = logging.getLogger(__name__)
 
 
 class Rank:
-    """One rank's part of the model and its caches. One thread uses it. `store` is the file through
-    which the ranks meet."""
+    """One rank's part of the model and its caches. One thread uses it. The ranks
+    meet by `meeting`, and `host` is their address (see Group.connect)."""
 
     def __init__(
         self,
         config: EngineConfig,
         placed: PlacedModel,
         group: Group,
-        store: Path,
+        meeting: Path | Connection,
+        host: str | None,
         connection: Connection,
     ) -> None:
         self._config, self._placed, self._group = config, placed, group
         self._model = placed.model
-        self._store, self._connection = store, connection
+        self._meeting, self._address, self._connection = meeting, host, connection
         self._caches: tuple[LayerCache, ...] = ()
         self._host: tuple[LayerCache, ...] = ()
         self._graph_bytes = 0
@@ -77,7 +78,7 @@ class Rank:
             self._handlers[command](numbers)
 
     def _connect(self, _: list[int]) -> None:
-        self._group.connect(self._store)
+        self._group.connect(open_store(self._meeting, self._group.size), self._address)
         commands.answer(self._connection)
 
     def _forward(self, numbers: list[int]) -> None:
@@ -175,14 +176,22 @@ class Rank:
         return self._graph_bytes
 
 
-def serve(rank: int, size: int, connection: Connection, greeting: dict[str, Any]) -> int:
-    """Loads the part that the greeting names and serves; returns the process's exit code."""
+def serve(
+    rank: int,
+    size: int,
+    connection: Connection,
+    greeting: dict[str, Any],
+    store: Connection | None = None,
+) -> int:
+    """Loads the part that the greeting names and serves; returns the process's exit code. `store`
+    leads to node 0's store, if this is another node."""
     try:
         config = EngineConfig(**greeting["config"])
         group = Group(rank, size, greeting["device"])
         placed = place_model(config, Shard(rank, size, group, config.enable_expert_parallel))
         commands.answer(connection)
-        Rank(config, placed, group, Path(greeting["store"]), connection).serve()
+        meeting = Path(greeting["store"]) if store is None else store
+        Rank(config, placed, group, meeting, greeting["host"], connection).serve()
     except Disconnected:
         return 0
     except Exception as error:

@@ -12,7 +12,8 @@ OnFailure = Callable[[Exception], None]
 
 
 class RankFailure:
-    """Thread-safe record of the first unexpected end of a rank: from then on the engine fails."""
+    """Thread-safe record of the first unexpected end of a rank or node: from then on the engine
+    fails."""
 
     def __init__(self, abort: Callable[[], None]) -> None:
         """`abort` releases threads that wait for the ranks."""
@@ -24,16 +25,32 @@ class RankFailure:
         self._expected = False
 
     def ended(self, rank: int, how: str) -> None:
+        if (failure := self._record(f"rank {rank} of the engine {how}; its log says why")) is None:
+            return
+        logger.error("a rank of the engine ended", extra={"rank": rank, "how": how})
+        self._announce(failure)
+
+    def lost(self, node: int, how: str) -> None:
+        if (failure := self._record(f"node {node} of the engine {how}")) is None:
+            return
+        logger.error("a node of the engine is lost", extra={"node": node, "how": how})
+        self._announce(failure)
+
+    def _record(self, problem: str) -> RankFailed | None:
+        """The failure, if it is the first and unexpected."""
         with self._lock:
             if self._expected or self._failure is not None:
-                return
-            self._failure = RankFailed(f"rank {rank} of the engine {how}; its log says why")
-            callback = self._on_failure
-        logger.error("a rank of the engine ended", extra={"rank": rank, "how": how})
+                return None
+            self._failure = RankFailed(problem)
+            return self._failure
+
+    def _announce(self, failure: RankFailed) -> None:
         self._abort()
         self._failed.set()
+        with self._lock:
+            callback = self._on_failure
         if callback is not None:
-            callback(self._failure)
+            callback(failure)
 
     def expect_ends(self) -> None:
         """From now on, a rank that ends has not failed: the engine is stopping."""

@@ -7,15 +7,14 @@ import logging
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import fields
 from multiprocessing.connection import wait
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any
 
 from ..core.config import EngineConfig
 from ..core.errors import RankFailed
 from ..core.kv_cache_groups import KVLayout
+from ..core.start_phases import OnPhase, ignore_phase
 from ..kv_cache.memory_budget import Profile
 from ..lora.adapter import AdapterWeights
 from ..lora.packing import by_layer, pack, ranks_of
@@ -23,43 +22,65 @@ from ..lora.shapes import LayerShapes
 from ..models.base import ForwardBatch
 from . import commands
 from .commands import Command, Disconnected, Pairs
-from .group import Group
+from .group import Group, open_store
+from .node_greeting import rank_settings
 from .process import Launcher, RankHandle, RankProcess
 from .rank_failure import OnFailure, RankFailure
+from .remote_nodes import RemoteNodes, RemoteRank
 
 # Seconds for a rank to end by itself, and to notice a broken connection.
 GRACE = 10.0
 # Seconds for a rank with a broken connection to end, on a very busy machine.
 LONG_GRACE = 60.0
 STORE = "meeting"
-# Settings of rank 0 alone: scheduling, drafts and the files of adapters.
-_OWN = ("speculative_config", "policy", "policy_options", "lora_modules")
 
 
 class RankProcesses:
-    """Starts the other ranks, which load their parts meanwhile. They end with this object, or with
-    `close`."""
+    """Starts the other ranks of this node, which load their parts meanwhile, once all other nodes
+    have joined. All end with this object, or with `close`."""
 
-    def __init__(self, config: EngineConfig, device: str, launch: Launcher = RankProcess) -> None:
-        """`device` is a device type: cpu or cuda."""
+    def __init__(
+        self,
+        config: EngineConfig,
+        device: str,
+        launch: Launcher = RankProcess,
+        on_phase: OnPhase = ignore_phase,
+    ) -> None:
+        """`device` is a device type: cpu or cuda. Raises ConfigError if other nodes cannot join."""
         size = config.tensor_parallel_size
         self.group = Group(0, size, device)
         self._device = device
         self._rank_failure = RankFailure(self.group.abort)
+        self._nodes: RemoteNodes | None = None
+        if config.nnodes > 1:
+            self._nodes = RemoteNodes(config, device, self._rank_failure.lost)
         self._handles: list[RankHandle] = []
         self._folder = TemporaryDirectory(prefix="headrace-ranks-")
-        self._end = weakref.finalize(self, _end, self._rank_failure, self._handles, self._folder)
+        ranks = (self._handles, self._folder, self._nodes)
+        self._end = weakref.finalize(self, _end, self._rank_failure, *ranks)
+        if self._nodes is not None:
+            on_phase("nodes")
+            self._nodes.gather()
+        self._host = None if self._nodes is None else self._nodes.host
+        for rank in range(1, size):
+            self._handles.append(self._start(rank, config, launch))
+
+    def _start(self, rank: int, config: EngineConfig, launch: Launcher) -> RankHandle:
+        handle: RankHandle
+        if self._nodes is None or rank < config.ranks_per_node:
+            handle = launch(rank, config.tensor_parallel_size, self._rank_failure.ended)
+        else:
+            handle = self._nodes.rank(rank)
         greeting = {
-            "config": _shared(config),
-            "device": device,
+            "config": {**rank_settings(config), **handle.settings},
+            "device": self._device,
             "store": str(self._store),
+            "host": handle.host or self._host,
             "level": logging.getLogger().getEffectiveLevel(),
         }
-        for rank in range(1, size):
-            handle = launch(rank, size, self._rank_failure.ended)
-            self._handles.append(handle)
-            with suppress(OSError):  # a rank that has ended is noticed in `connect`
-                commands.introduce(handle.commands, greeting)
+        with suppress(OSError):  # a rank that has ended is noticed in `connect`
+            commands.introduce(handle.commands, greeting)
+        return handle
 
     @property
     def handles(self) -> Sequence[RankHandle]:
@@ -74,19 +95,36 @@ class RankProcesses:
         with self.step():
             self._answers()
             self._tell(Command.CONNECT)
-            self.group.connect(self._store)
+            store = open_store(self._store, self.group.size)
+            for handle in self._handles:
+                if isinstance(handle, RemoteRank):
+                    handle.serve_store(store)
+            self.group.connect(store, self._host)
             self._answers()
         if self.group.file_done:
             self._folder.cleanup()
+        if self._nodes is not None:
+            self._nodes.connected()
+
+    def on_drain(self, callback: Callable[[], object]) -> None:
+        """Calls `callback`, from any thread, when another node is told to end."""
+        if self._nodes is not None:
+            self._nodes.on_drain(callback)
 
     def watch(self, on_failure: OnFailure) -> None:
-        """Calls `on_failure`, from any thread, when a rank fails, whether or not a step is
-        waiting."""
+        """Calls `on_failure`, from any thread, when a rank or node fails, whether or not a
+        step is waiting."""
         self._rank_failure.watch(on_failure)
 
     def close(self) -> None:
         """Ends the ranks. No step may follow."""
         self._end()
+
+    def fail(self, error: BaseException) -> None:
+        """Ends the ranks, and other nodes with an error: this rank cannot continue."""
+        if self._nodes is not None:
+            self._nodes.fail(f"node 0 failed: {type(error).__name__}: {error}")
+        self.close()
 
     @contextmanager
     def step(self) -> Iterator[None]:
@@ -97,12 +135,12 @@ class RankProcesses:
             yield
         except (OSError, RuntimeError, Disconnected) as error:
             failure = self._failure()
-            self.close()
+            self.fail(failure or error)
             if failure is not None or isinstance(error, Disconnected):
                 raise RankFailed(str(failure or "a rank of the engine is gone")) from error
             raise
-        except BaseException:
-            self.close()
+        except BaseException as error:
+            self.fail(error)
             raise
 
     def _failure(self) -> RankFailed | None:
@@ -179,19 +217,21 @@ class RankProcesses:
             commands.send(handle.commands, command, numbers)
 
 
-def _shared(config: EngineConfig) -> dict[str, Any]:
-    names = (field.name for field in fields(config))
-    return {name: getattr(config, name) for name in names if name not in _OWN}
-
-
 def _end(
-    failure: RankFailure, handles: list[RankHandle], folder: "TemporaryDirectory[str]"
+    failure: RankFailure,
+    handles: list[RankHandle],
+    folder: "TemporaryDirectory[str]",
+    nodes: RemoteNodes | None,
 ) -> None:
     failed = failure.wait(0) is not None
     failure.expect_ends()
+    if nodes is not None and not failed:
+        nodes.stop()
     for handle in handles:
         with suppress(OSError):
             commands.send(handle.commands, Command.STOP)
     for handle in handles:
         handle.end(0.0 if failed else GRACE)
+    if nodes is not None:
+        nodes.close()
     folder.cleanup()

@@ -63,7 +63,7 @@ def count_host_blocks(config: EngineConfig, device: torch.device, bytes_per_bloc
     wanted = int(config.swap_space * GIB)
     if wanted == 0:
         return 0
-    available = available_memory() // config.tensor_parallel_size
+    available = available_memory() // config.ranks_per_node
     if device.type == "cuda" and wanted > available:
         raise ConfigError(
             f"swap_space is {config.swap_space} GiB, but {available / GIB:.1f} GiB of host memory "
@@ -119,8 +119,8 @@ def _cpu_free(config: EngineConfig, profile: Profile) -> int:
     peak = max(0, _resident("VmHWM" if measurable else "VmRSS") - before)
     available = available_memory() + max(0, _resident("VmRSS") - before)
     logger.info("memory measured", extra={"available_bytes": available, "step_bytes": peak})
-    # Ranks on CPUs share the memory.
-    return int(available * config.memory_utilization) // config.tensor_parallel_size - peak - later
+    # A node's ranks on CPUs share its memory.
+    return int(available * config.memory_utilization) // config.ranks_per_node - peak - later
 
 
 def available_memory() -> int:

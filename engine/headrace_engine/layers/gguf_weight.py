@@ -32,6 +32,10 @@ class GGUFWeight:
     def rows(self, start: int, stop: int | None, step: int = 1) -> "GGUFWeight":
         return replace(self, blocks=self.blocks[start:stop:step])
 
+    def chosen(self, rows: torch.Tensor) -> "GGUFWeight":
+        """The rows with these numbers."""
+        return replace(self, blocks=self.blocks[rows])
+
     def quantized(self) -> QuantizedWeight | None:
         """The same values as integers in groups of 32 with one zero point; None for other types."""
         if self.kind not in _INTEGERS:

@@ -55,7 +55,8 @@ class MXFP4Weight:
         """Represents the same numbers exactly as integers."""
         coded = self.codes()
         numbers = (*(ZERO + one for one in DOUBLED), *(ZERO - one for one in DOUBLED))
-        values = torch.tensor(numbers, dtype=torch.uint8)[coded.values.int()]
+        table = torch.tensor(numbers, dtype=torch.uint8, device=coded.values.device)
+        values = table[coded.values.int()]
         return QuantizedWeight(
             values, coded.scales / 2, torch.full_like(coded.scales, ZERO), None, 8
         )

@@ -99,7 +99,7 @@ def _same_groups(one: torch.Tensor | None, other: torch.Tensor | None) -> bool:
 
 def unpack_columns(packed: torch.Tensor, bits: int) -> torch.Tensor:
     """Unpacks int32 [R, C], n numbers a word, the first in the lowest bits: uint8 [R, C * n]."""
-    shifts = torch.arange(0, WORD_BITS, bits, dtype=torch.int32)
+    shifts = torch.arange(0, WORD_BITS, bits, dtype=torch.int32, device=packed.device)
     numbers = (packed[..., None] >> shifts) & ((1 << bits) - 1)
     return numbers.to(torch.uint8).flatten(1)
 

@@ -1,6 +1,6 @@
 """Prints as JSON how an engine would serve a checkpoint, without its weights:
 
-    python -m headrace_engine.model_loader.describe_model FOLDER_OR_GGUF
+    python -m headrace_engine.model_loader.describe_model FOLDER_OR_GGUF [RANKS]
 
 `problem` is the reason why no engine serves it, else null. Whether a model without a native
 implementation is served at all is known only once transformers has loaded it.
@@ -15,13 +15,16 @@ import torch
 from ..checkpoints.architectures import RECURRENT
 from ..checkpoints.checkpoint import Checkpoint, load_checkpoint
 from ..checkpoints.config import ModelConfig
+from ..checkpoints.tensor_files import has_files, scan
 from ..core.errors import ConfigError, EngineError
 from ..models.context import pick_context
 from ..models.encoder.encoder_families import encoder_family
 from ..models.hybrid.hybrid import read_family
+from ..models.parallel import check_divisible
 from ..models.quantization.registry import find_format
 from ..models.registry import NATIVE, check_code
 from .loader import pick_device, pick_dtype
+from .meta import load_on_meta
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -29,7 +32,8 @@ class Description:
     """How an engine with default settings on this machine would serve a checkpoint.
 
     `implementation` is native, transformers, or encoder (embeddings alone). `kv_bytes_per_token` is
-    known for native models.
+    known for native models. `tensors` is the number of stored tensors if each was found to have
+    its place in the model, with the shape that config.json asks for.
     """
 
     architecture: str
@@ -39,13 +43,15 @@ class Description:
     quantization: str | None = None
     max_model_len: int | None = None
     kv_bytes_per_token: int | None = None
+    tensors: int | None = None
     note: str = ""
 
 
-def describe(checkpoint: Checkpoint) -> Description:
-    """Describes a checkpoint.
+def describe(checkpoint: Checkpoint, ranks: int = 1) -> Description:
+    """Describes a checkpoint whose engine has as many ranks.
 
-    Raises ConfigError or CheckpointError, which name what cannot be served.
+    A native model is made on the meta device from the headers of the checkpoint's files, if it has
+    files. Raises ConfigError or CheckpointError, which name what cannot be served.
     """
     check_code(checkpoint)
     device = pick_device("auto")
@@ -62,20 +68,34 @@ def describe(checkpoint: Checkpoint) -> Description:
     if checkpoint.architecture not in NATIVE:
         return found
     if checkpoint.architecture in RECURRENT:
-        return _with_state(found, checkpoint, dtype)
+        return replace(
+            _with_state(found, checkpoint, dtype), tensors=_check_tensors(checkpoint, dtype, ranks)
+        )
     try:
         config = ModelConfig.from_hf(checkpoint)
     except ConfigError as error:
         if quantized or checkpoint.is_gguf:
             raise
         return replace(found, note=str(error))
+    if ranks > 1:
+        check_divisible(config, ranks)
     rope, positions = config.rope, config.max_position_embeddings
     return replace(
         found,
         implementation="native",
         max_model_len=pick_context(None, positions, rope.rope_type, rope.parameters),
         kv_bytes_per_token=_kv_bytes(config, dtype),
+        tensors=_check_tensors(checkpoint, dtype, ranks),
     )
+
+
+def _check_tensors(checkpoint: Checkpoint, dtype: torch.dtype, ranks: int) -> int | None:
+    """The number of tensors, each with its place; None without files, or for a GGUF file, whose
+    tensors are compared when they are read. Raises ConfigError or CheckpointError."""
+    if checkpoint.is_gguf or not has_files(checkpoint.folder):
+        return None
+    load_on_meta(checkpoint, dtype, ranks)
+    return len(scan(checkpoint.folder))
 
 
 def _with_state(found: Description, checkpoint: Checkpoint, dtype: torch.dtype) -> Description:
@@ -99,13 +119,13 @@ def _kv_bytes(config: ModelConfig, dtype: torch.dtype) -> int:
     return sum(config.cached_elements(layer) for layer in layers) * dtype.itemsize
 
 
-def main(folder: str) -> None:
+def main(folder: str, ranks: int) -> None:
     try:
-        found = {**asdict(describe(load_checkpoint(folder))), "problem": None}
+        found = {**asdict(describe(load_checkpoint(folder), ranks)), "problem": None}
     except EngineError as error:
         found = {"problem": str(error)}
     sys.stdout.write(json.dumps(found) + "\n")
 
 
 if __name__ == "__main__":
-    main(sys.argv[1])
+    main(sys.argv[1], int(sys.argv[2]) if len(sys.argv) > 2 else 1)

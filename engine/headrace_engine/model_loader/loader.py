@@ -61,7 +61,7 @@ def place_model(
         checkpoint = causal(checkpoint)
     device = pick_device(config.device)
     if shard is not None and device.type == "cuda":
-        device = torch.device("cuda", shard.rank)
+        device = torch.device("cuda", shard.rank % config.ranks_per_node)
         torch.cuda.set_device(device)
     dtype = pick_dtype(config.dtype, checkpoint, device)
     wanted, deterministic = config.attention_backend, config.deterministic

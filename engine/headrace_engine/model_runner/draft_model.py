@@ -75,6 +75,7 @@ class DraftModel:
             disable_hybrid_kv_cache_manager=True,
             limit_mm_per_prompt={"image": 0},
             tensor_parallel_size=1,
+            nnodes=1,
         )
         return cls(own)
 

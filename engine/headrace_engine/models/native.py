@@ -2,7 +2,7 @@
 torch."""
 
 import logging
-from collections.abc import Callable, Container
+from collections.abc import Callable, Collection, Container
 from dataclasses import replace
 from functools import partial
 
@@ -12,6 +12,7 @@ from ..checkpoints.config import ModelConfig
 from ..checkpoints.loading import LoadProgress
 from ..checkpoints.tensor_files import scan
 from ..core.errors import ConfigError
+from ..kernels.cpu.blocks import KINDS
 from ..operators.base import DependentOps
 from ..operators.cpu import NativeOps
 from .base import CausalModel
@@ -105,11 +106,14 @@ def load(checkpoint: Checkpoint, options: LoadOptions) -> LoadedModel:
 
 
 def _gguf(stored: GGUF, options: LoadOptions) -> GGUF:
-    kept = ["Q8_0", "Q4_0"] if isinstance(options.ops, QuantizedOps) else []
+    integers = isinstance(options.ops, QuantizedOps)
+    kept: Collection[str] = ("Q8_0", "Q4_0") if integers else ()
+    if computes_natively(options.ops, options.dtype) and options.quantization != "int8":
+        kept = KINDS if options.shard is None else ()
     whole = [kind for kind in stored.types if kind not in kept]
     if whole:
         logger.info("GGUF matrices are dequantised at load", extra={"types": whole})
-    return stored.packed() if kept else stored
+    return stored.packed() if integers else stored
 
 
 def _with_head(

@@ -55,6 +55,9 @@ class PeerRanks(Protocol):
     def watch(self, on_failure: Callable[[Exception], None]) -> None:
         """Calls `on_failure`, from any thread, when a rank fails."""
 
+    def on_drain(self, callback: Callable[[], object]) -> None:
+        """Calls `callback`, from any thread, when the engine should drain since ranks will end."""
+
     def close(self) -> None:
         """Ends the ranks."""
 

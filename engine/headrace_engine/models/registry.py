@@ -126,7 +126,7 @@ def load_model(config: EngineConfig, checkpoint: Checkpoint, options: LoadOption
         encodes = options.hidden_states and encoder_family(checkpoint) is not None
         return _loader(ENCODER if encodes else TRANSFORMERS)(checkpoint, options)
     try:
-        return _loader(NATIVE[name])(checkpoint, options)
+        return load_native(checkpoint, options)
     except ContextTooLong:
         raise
     except ConfigError as error:
@@ -137,6 +137,11 @@ def load_model(config: EngineConfig, checkpoint: Checkpoint, options: LoadOption
             raise
         logger.warning("native model refused, transformers is used", extra={"reason": str(error)})
         return _loader(TRANSFORMERS)(checkpoint, options)
+
+
+def load_native(checkpoint: Checkpoint, options: LoadOptions) -> LoadedModel:
+    """Loads the native implementation. Raises ConfigError or CheckpointError."""
+    return _loader(NATIVE[checkpoint.architecture])(checkpoint, options)
 
 
 def _is_bound(options: LoadOptions) -> bool:

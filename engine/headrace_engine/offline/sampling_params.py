@@ -40,6 +40,10 @@ class _OfflineFields(common.SamplingParams):
     extra_args: Any = None
 
 
+# The name that Python puts into errors about arguments.
+_OfflineFields.__init__.__qualname__ = "SamplingParams.__init__"
+
+
 class SamplingParams(_OfflineFields):
     """Sampling parameters of one prompt. They can be changed; each change is checked.
 
@@ -62,6 +66,11 @@ class SamplingParams(_OfflineFields):
         if self.seed == -1:  # means "no seed" in vLLM, too
             object.__setattr__(self, "seed", None)
         self._join_guided()
+        structured = self.structured_outputs
+        if structured is not None and not isinstance(structured, StructuredOutputsParams):
+            raise SamplingError(
+                "structured_outputs", f"must be StructuredOutputsParams, not {structured!r:.60}"
+            )
         super().__post_init__()
         for name, remedy in UNSUPPORTED_SAMPLING.items():
             if getattr(self, name):

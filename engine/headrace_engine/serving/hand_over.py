@@ -84,7 +84,9 @@ class HandOver:
             logger.warning("redis unavailable, roles not read", extra={"error": str(error)})
             return
         own = self._status()
-        others = [engine for engine in engines if engine.engine_id != own.engine_id]
+        # Engines of the other side of a canary take nothing from here.
+        of_side = [engine for engine in engines if engine.variant == own.variant]
+        others = [engine for engine in of_side if engine.engine_id != own.engine_id]
         self._limit(Fleet.of([own, *others]).bounds(own, self._config.timeout))
         self._room = sum(
             max(0, engine.capacity - engine.running)

@@ -83,6 +83,7 @@ class LeasedRequest:
     """
 
     __slots__ = (
+        "abandoned",
         "answer",
         "arrived",
         "attempt",
@@ -90,6 +91,7 @@ class LeasedRequest:
         "choices",
         "deadline",
         "executing",
+        "foreign",
         "gateway_id",
         "last_output_at",
         "meter",
@@ -108,6 +110,7 @@ class LeasedRequest:
         self.attempt = lease.attempt
         self.gateway_id = lease.gateway_id
         self.recovered, self.suspect = lease.recovered, lease.suspect
+        self.foreign, self.abandoned = lease.foreign, lease.abandoned
         self.times = times
         self.meter = UsageMeter(kv_bytes_per_token)
         self.executing = False

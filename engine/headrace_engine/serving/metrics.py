@@ -42,9 +42,10 @@ class EngineMetrics:
     """Instruments and traces of one engine. Its methods are cheap, and cheaper without exporters.
 
     `stats` returns the engine's present state; exporters call it on their threads. `capacity` is
-    the most sequences that run at once. `step_age` returns the seconds since the last finished step
-    while there is work, else 0. `lora_stats` returns the adapters in use, `sleep_level` is 0 while
-    the engine is awake, `start_seconds` returns the seconds of each phase of the start.
+    the most sequences that run at once, `variant` the side of requests that it runs. `step_age`
+    returns the seconds since the last finished step while there is work, else 0. `lora_stats`
+    returns the adapters in use, `sleep_level` is 0 while the engine is awake, `start_seconds`
+    returns the seconds of each phase of the start.
     """
 
     def __init__(
@@ -55,6 +56,7 @@ class EngineMetrics:
         engine_id: str,
         block_size: int,
         capacity: int,
+        variant: str = "",
         stats: Callable[[], SchedulerStats],
         step_age: Callable[[], float],
         lora_stats: Callable[[], LoRAStats | None] = lambda: None,
@@ -73,6 +75,7 @@ class EngineMetrics:
         self._input_tokens = 0
         self._output_tokens = 0
         self._labels = {names.REQUEST_MODEL: model}
+        self._side_labels = {**self._labels, names.VARIANT: variant or "stable"}
         self._make_instruments(telemetry.meter)
         self._observe_all(telemetry.meter, step_age, capacity)
         observed_gauge(
@@ -89,6 +92,9 @@ class EngineMetrics:
         self._step_duration = histogram(meter, names.ENGINE_STEP_DURATION)
         self._step_tokens = histogram(meter, names.ENGINE_STEP_TOKENS)
         self._phases = histogram(meter, names.ENGINE_REQUEST_PHASE_DURATION)
+        self._ended = counter(meter, names.ENGINE_REQUESTS_ENDED)
+        self._first_token = histogram(meter, names.ENGINE_TIME_TO_FIRST_TOKEN)
+        self._output_token = histogram(meter, names.ENGINE_TIME_PER_OUTPUT_TOKEN)
         self._redeliveries = counter(meter, names.QUEUE_REDELIVERIES)
         self._placements = counter(meter, names.QUEUE_PLACEMENTS)
         self._handover_tokens = counter(meter, names.ENGINE_HANDOVER_TOKENS)
@@ -132,6 +138,7 @@ class EngineMetrics:
         """Records the durations and spans of a request that has its outcome."""
         times = self._engine_times(leased.times)
         self._record_phases(times)
+        self._record_side(leased, times, outcome)
         if self._telemetry.tracing:
             self._record_spans(leased, times, outcome)
 
@@ -188,6 +195,19 @@ class EngineMetrics:
             decode = (times.ended_ns - times.first_token_ns) / 1e9
             self._phases.record(max(0.0, prefill), self._prefill_labels)
             self._phases.record(max(0.0, decode), self._decode_labels)
+
+    def _record_side(self, leased: LeasedRequest, times: EngineTimes, outcome: Outcome) -> None:
+        """Records what sides of a canary are compared by; latencies if no other engine ran it."""
+        error = outcome.failed.failure.value if outcome.failed else ""
+        self._ended.add(1, {**self._side_labels, names.ERROR_TYPE: error})
+        if times.first_token_ns is None or leased.attempt > 1:
+            return
+        waited = (times.first_token_ns - times.queued_ns) / 1e9
+        self._first_token.record(max(0.0, waited), self._side_labels)
+        tokens = max((len(choice.token_ids) for choice in outcome.choices), default=0)
+        if tokens > 1:
+            decode = (times.ended_ns - times.first_token_ns) / 1e9
+            self._output_token.record(max(0.0, decode) / (tokens - 1), self._side_labels)
 
     def _record_spans(self, leased: LeasedRequest, times: EngineTimes, outcome: Outcome) -> None:
         record_engine_spans(

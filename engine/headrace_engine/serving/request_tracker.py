@@ -210,6 +210,8 @@ class RequestTracker:
         states = await self._client_output(leased)
         if states is None:
             self._fail(leased, FailureCode.LOST, "the request's state is lost; send it again")
+        elif leased.foreign and _must_continue(states):
+            await self._leave_to_own_side(leased)
         elif not await retry(
             lambda: self._queue.resume(leased.request_id, leased.attempt, states), "resume"
         ):
@@ -221,6 +223,16 @@ class RequestTracker:
             else:
                 leased.executing = True  # resume() has told the queue
                 self._run(leased)
+
+    async def _leave_to_own_side(self, leased: LeasedRequest) -> None:
+        """Gives back a request whose client has tokens of other weights than this engine's."""
+        if leased.abandoned:
+            message = "the revision of the model that began this answer is gone; send it again"
+            self._fail(leased, FailureCode.LOST, message)
+            return
+        ids = [leased.request_id]
+        await retry(lambda: self._queue.give_back(ids, for_own_side=True), "give back")
+        self._forget(leased)
 
     async def _client_output(self, leased: LeasedRequest) -> Sequence[ChoiceState] | None:
         """Asks for the client's tokens: its gateway if that is alive, else the journal."""
@@ -427,3 +439,9 @@ class RequestTracker:
                     "redis lost a running request, its gateway queues it again",
                     extra=leased.log_fields,
                 )
+
+
+def _must_continue(states: Sequence[ChoiceState]) -> bool:
+    """Whether an answer has begun and not ended."""
+    ended = all(state.finish_reason is not None for state in states)
+    return any(state.token_ids for state in states) and not ended

@@ -9,6 +9,7 @@ from pydantic_settings import BaseSettings, SettingsConfigDict
 from headrace_common.protocol.kv_roles import KVRole
 from headrace_common.protocol.status import MAX_NAME_CHARS
 from headrace_common.protocol.turns import TurnBounds
+from headrace_common.protocol.variants import CANARY, STABLE
 from headrace_common.sealing import settings as sealing
 from headrace_common.structured import grammar_settings as grammar
 from headrace_common.structured.grammar_checks import CheckBounds
@@ -60,6 +61,11 @@ class EngineSettings(BaseSettings):
         description="once the model's registration is removed, waiting requests stay in the queue "
         "until their deadline, instead of failing with model_removed",
     )
+    variant: Literal["stable", "canary"] = Field(
+        "stable",
+        description="side of the model's engines; the canary side gets the share of requests that "
+        "its ModelService says; docs/operations.md",
+    )
     queue_shards: int = Field(
         1,
         ge=1,
@@ -80,12 +86,35 @@ class EngineSettings(BaseSettings):
         1,
         ge=1,
         description="processes that share the model, each with its own GPU (or some of the cores) "
-        "of this machine; docs/parallelism.md",
+        "of its machine; docs/parallelism.md",
     )
     enable_expert_parallel: bool = Field(
         False,
         description="each of these processes has whole experts of a mixture, instead of a part of "
         "every expert; docs/parallelism.md",
+    )
+    nnodes: int = Field(
+        1,
+        ge=1,
+        description="machines or pods that run these processes, as many on each; "
+        "docs/parallelism.md",
+    )
+    node_rank: int = Field(
+        0, ge=0, description="number of this node: 0 is the engine, the others only run processes"
+    )
+    master_addr: str = Field(
+        "127.0.0.1", min_length=1, description="address of node 0, at which the others reach it"
+    )
+    master_port: int = Field(
+        29501, ge=1, le=65535, description="port of node 0 on which the others join"
+    )
+    node_secret_file: str | None = Field(
+        None,
+        description="file with a secret that all nodes of the engine know; without it, whoever "
+        "reaches master_port while node 0 waits can join",
+    )
+    node_timeout: float = Field(
+        15.0, ge=1, description="seconds without a sign of life until a node counts as lost"
     )
     attention_backend: str = Field("auto", description="auto, reference, cpu, flash or triton")
     model_implementation: Literal["auto", "native", "transformers"] = Field(
@@ -351,6 +380,11 @@ class EngineSettings(BaseSettings):
         return self.served_model_name or default_name(self.model)
 
     @property
+    def side(self) -> str:
+        """The side of requests that the engine runs."""
+        return CANARY if self.variant == "canary" else STABLE
+
+    @property
     def taken_ahead(self) -> int:
         """Requests to take beyond those that can start."""
         if self.lookahead is None:
@@ -396,6 +430,12 @@ class EngineSettings(BaseSettings):
             device=self.device,
             tensor_parallel_size=self.tensor_parallel_size,
             enable_expert_parallel=self.enable_expert_parallel,
+            nnodes=self.nnodes,
+            node_rank=self.node_rank,
+            master_addr=self.master_addr,
+            master_port=self.master_port,
+            node_secret_file=self.node_secret_file,
+            node_timeout=self.node_timeout,
             attention_backend=self.attention_backend,
             model_implementation=self.model_implementation,
             task=self.task,

@@ -75,11 +75,12 @@ class WorkerConfig:
     from. Within `resume_timeout` a gateway must tell which tokens its client has. If a gateway is
     gone, its requests run for `orphan_timeout`, in case the clients return through another one.
     With `stays_when_drained` a drained engine does not end: it waits until it is recalled or ended.
-    `name` is what people call the engine.
+    `name` is what people call the engine, `variant` the side of requests that it runs.
     """
 
     model: str
     name: str = ""
+    variant: str = ""
     max_model_len: int
     max_num_seqs: int
     block_size: int
@@ -140,6 +141,7 @@ class Worker:
             engine_id=queue.engine_id,
             block_size=config.block_size,
             capacity=config.max_num_seqs,
+            variant=config.variant,
             stats=lambda: self._stats,
             step_age=self.stalled_for,
             lora_stats=engine.lora_stats,
@@ -155,6 +157,7 @@ class Worker:
         self._gone_since: dict[str, float] = {}
         self._draining = asyncio.Event()
         self._ending = asyncio.Event()
+        self._handing_over = False  # whether a drain gives everything back at once
         self._changed = asyncio.Event()
         self.sleeper = Sleeper(engine, self._loop, self._changed.set, config.drain_timeout)
         self._taking = asyncio.Lock()  # held while requests of other engines are taken over
@@ -248,8 +251,13 @@ class Worker:
         self._ending.set()
         self.drain()
 
-    def drain(self) -> None:
-        """Takes no more work; finishes running requests, and gives the rest back at the timeout."""
+    def drain(self, within: float = math.inf) -> None:
+        """Takes no more work; finishes running requests, and gives the rest back at the timeout.
+
+        If the engine may run for `within` seconds only, which is less than that, it gives back all
+        of them at once: their KV must be written by then, too.
+        """
+        self._handing_over = self._handing_over or within < self._config.drain_timeout
         self._draining.set()
         self._changed.set()
 
@@ -257,6 +265,7 @@ class Worker:
         """Takes work again, unless `end` was called."""
         if not self._ending.is_set():
             self._draining.clear()
+            self._handing_over = False
             self._changed.set()
 
     async def run(self) -> None:
@@ -427,7 +436,8 @@ class Worker:
         async for control in self._queue.controls():
             match control:
                 case Drain():
-                    self.drain()
+                    within = control.within_ms
+                    self.drain(math.inf if within is None else within / 1000)
                 case Recall():
                     self.recall()
                 case Watch():
@@ -477,6 +487,7 @@ class Worker:
             sleep_level=self.sleeper.wanted or self.sleeper.level or 0,
             version=self._config.version,
             name=self._config.name,
+            variant=self._config.variant,
             shows_batch=self._snapshots is not None,
             kv_role=self._config.roles.role.value,
             max_local_prefill_length=self._config.roles.max_local_prefill_length,
@@ -503,6 +514,9 @@ class Worker:
         async with self._taking:  # what is being taken over now is finished or given back, too
             await self._tracker.beat(())
         while self._tracker.requests and (left := deadline - time.monotonic()) > 0:
+            if self._handing_over:
+                logger.info("requests are handed over: the engine's node ends")
+                break
             with suppress(TimeoutError):
                 async with asyncio.timeout(left):
                     await self._next_change()

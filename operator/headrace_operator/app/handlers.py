@@ -7,6 +7,7 @@ from typing import Any, Protocol
 import kopf
 
 from .. import names
+from ..reconciliation.node_notices import NodeNotices
 from ..reconciliation.reconciler import Reconciler
 from .controller import Controller
 
@@ -25,10 +26,13 @@ def register(
     reconciler: Reconciler,
     background_tasks: Sequence[BackgroundTask],
     interval: float,
+    *,
+    leader_worker_sets: bool,
 ) -> None:
     """Adds the handlers to an explicit registry; kopf's global one stays empty.
 
-    Each of the `background_tasks` runs every `interval` seconds.
+    Each of the `background_tasks` runs every `interval` seconds. `leader_worker_sets`: the cluster
+    has this API.
     """
     running: list[asyncio.Task[None]] = []
 
@@ -57,17 +61,7 @@ def register(
             controller.wake(key)
             wake_all()
 
-    @kopf.on.event(
-        "apps",
-        "v1",
-        "deployments",
-        registry=registry,
-        labels={names.MANAGED_BY: names.FIELD_MANAGER},
-    )
-    async def deployment(namespace: str | None, labels: kopf.Labels, **_: Any) -> None:
-        """Handles changes of a Deployment: engines became ready or ended, or it was changed or
-        deleted."""
-        controller.nudge((namespace or "", labels.get(names.MODEL_SERVICE, "")))
+    _watch_workloads(registry, controller, leader_worker_sets=leader_worker_sets)
 
     @kopf.on.startup(registry=registry)
     async def start(**_: Any) -> None:
@@ -80,6 +74,32 @@ def register(
         for task in running:
             task.cancel()
         await asyncio.gather(*running, return_exceptions=True)
+
+
+def _watch_workloads(
+    registry: kopf.OperatorRegistry, controller: Controller, *, leader_worker_sets: bool
+) -> None:
+    async def workload(namespace: str | None, labels: kopf.Labels, **_: Any) -> None:
+        """Handles changes of a workload: engines became ready or ended, or it was changed or
+        deleted."""
+        controller.nudge((namespace or "", labels.get(names.MODEL_SERVICE, "")))
+
+    watched = [("apps/v1", "deployments"), ("apps/v1", "statefulsets")]
+    if leader_worker_sets:
+        watched.append((names.LEADER_WORKER_SETS, "leaderworkersets"))
+    ours = {names.MANAGED_BY: names.FIELD_MANAGER}
+    for api_version, plural in watched:
+        kopf.on.event(api_version, plural, registry=registry, labels=ours)(workload)
+
+
+def register_nodes(registry: kopf.OperatorRegistry, notices: NodeNotices) -> None:
+    """Adds the handler of nodes."""
+
+    @kopf.on.event("v1", "nodes", registry=registry)
+    async def node(type: str | None, name: str | None, body: kopf.Body, **_: Any) -> None:
+        """Handles changes of a node's taints, and its end."""
+        taints = () if type == "DELETED" else body.spec.get("taints") or ()
+        await notices.note(name or "", taints)
 
 
 def configure(settings: kopf.OperatorSettings) -> None:

@@ -14,14 +14,18 @@ from headrace_common.protocol.redis.adapters import RedisAdapterSets
 from headrace_common.protocol.redis.client.connection import Connection, ConnectionConfig
 from headrace_common.protocol.redis.live import RedisDecisionWriter
 from headrace_common.protocol.redis.registry import RedisModelRegistry
+from headrace_common.protocol.redis.variants import RedisCanary
 from headrace_common.wire import keys
 
+from .. import names
 from ..cleaning.redis_users import RedisUsers
 from ..cleaning.registry_cleaner import RegistryCleaner
 from ..cluster.cluster import Cluster
 from ..cluster.drain import QueueEngineControl
 from ..reconciliation import engine_pods
 from ..reconciliation.adapter_sync import AdapterSync
+from ..reconciliation.canary_sync import CanarySync
+from ..reconciliation.node_notices import NodeNotices
 from ..reconciliation.reconciler import Reconciler
 from ..reconciliation.recorder import Recorder
 from ..reconciliation.registrations import Registrations
@@ -34,7 +38,7 @@ from ..signals.scrape import ScrapedSignals
 from ..signals.signals import PodAddress, Signals
 from ..spec.model_service import ModelService
 from .controller import Controller
-from .handlers import BackgroundTask, configure, register
+from .handlers import BackgroundTask, configure, register, register_nodes
 
 logger = logging.getLogger(__name__)
 
@@ -62,9 +66,9 @@ class ChosenSignals:
 @asynccontextmanager
 async def build(
     settings: OperatorSettings, cluster: Cluster, telemetry: Telemetry
-) -> AsyncIterator[tuple[Controller, Reconciler, list[BackgroundTask]]]:
-    """Builds the controller, the reconciler and the background tasks, with their open
-    connections."""
+) -> AsyncIterator[tuple[Controller, Reconciler, list[BackgroundTask], NodeNotices | None]]:
+    """Builds the controller, the reconciler, the background tasks and what watches nodes, with
+    their open connections."""
     async with AsyncExitStack() as stack:
         session = await stack.enter_async_context(fetch.session())
         remote = await stack.enter_async_context(fetch.session(local=False))
@@ -81,15 +85,17 @@ async def build(
         prometheus = PrometheusSignals(session, remote, urls, timeout=settings.signal_timeout)
         signals = ChosenSignals(prometheus, scraped, everywhere=urls.own is not None)
         directory = QueueEngineControl(connection)
-        scaler = Scaler(cluster, signals, directory, histories)
+        namespace = None if settings.watch_all_namespaces else settings.namespace
+        notices = NodeNotices(cluster, directory, namespace) if settings.watch_nodes else None
+        scaler = Scaler(cluster, signals, directory, histories, notices)
         recorder = Recorder(telemetry.meter)
         registry = RedisModelRegistry(connection)
-        namespace = None if settings.watch_all_namespaces else settings.namespace
         registrations = Registrations(cluster, registry, namespace)
         adapters = AdapterSync(
             AdapterControl(RedisAdapterSets(connection), directory.engines, connection.clock.now),
             lambda model: connection.measure_clock(keys.adapter_set(model)),
         )
+        canaries = CanarySync(RedisCanary(connection), scraped)
         reconciler = Reconciler(
             cluster,
             settings.platform,
@@ -100,8 +106,11 @@ async def build(
             reserved=settings.reserved,
             decisions=RedisDecisionWriter(connection),
             adapters=adapters,
+            canaries=canaries,
         )
-        cleaner = RegistryCleaner(cluster, registry, directory, namespace, adapters=adapters)
+        cleaner = RegistryCleaner(
+            cluster, registry, directory, namespace, adapters=adapters, canaries=canaries
+        )
         controller = Controller(reconciler.reconcile, interval=settings.resync_interval)
         stack.push_async_callback(controller.close)
         background_tasks: list[BackgroundTask] = [cleaner]
@@ -111,7 +120,7 @@ async def build(
             background_tasks.append(
                 RedisUsers(cluster, admin, settings.password_key, registry, directory, namespace)
             )
-        yield controller, reconciler, background_tasks
+        yield controller, reconciler, background_tasks, notices
 
 
 async def _gateways(cluster: Cluster, settings: OperatorSettings) -> list[PodAddress]:
@@ -135,8 +144,17 @@ async def run(
     operator_settings = kopf.OperatorSettings()
     configure(operator_settings)
     _log_in(registry, vault_login)
-    async with build(settings, cluster, telemetry) as (controller, reconciler, background_tasks):
-        register(registry, controller, reconciler, background_tasks, settings.resync_interval)
+    async with build(settings, cluster, telemetry) as (controller, reconciler, tasks, notices):
+        register(
+            registry,
+            controller,
+            reconciler,
+            tasks,
+            settings.resync_interval,
+            leader_worker_sets=await cluster.serves(names.LEADER_WORKER_SETS),
+        )
+        if notices is not None:
+            register_nodes(registry, notices)
         await kopf.operator(
             registry=registry,
             settings=operator_settings,

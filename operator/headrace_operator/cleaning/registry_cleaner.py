@@ -17,6 +17,7 @@ from ..cluster.cluster import Cluster
 from ..cluster.drain import EngineControl
 from ..errors import ClusterError
 from ..reconciliation.adapter_sync import AdapterSync
+from ..reconciliation.canary_sync import CanarySync
 from ..reconciliation.registrations import claimed_name, watched
 from .periodic_task import PeriodicTask
 
@@ -26,7 +27,7 @@ WAIT = 10.0  # seconds between the two checks; a dead engine's status has expire
 
 
 class RegistryCleaner(PeriodicTask):
-    """Removes entries, with the adapters of their ModelService.
+    """Removes entries, with the adapters and the canary's share of their ModelService.
 
     `namespace` is the watched one (None: all). `clock` is monotonic.
     """
@@ -40,8 +41,10 @@ class RegistryCleaner(PeriodicTask):
         clock: Callable[[], float] = time.monotonic,
         *,
         adapters: AdapterSync | None = None,
+        canaries: CanarySync | None = None,
     ) -> None:
         super().__init__()
+        self._canaries = canaries
         self._adapters = adapters
         self._cluster = cluster
         self._registry = registry
@@ -72,6 +75,8 @@ class RegistryCleaner(PeriodicTask):
             if now - first >= WAIT and not await self._is_served(entry.name):
                 if self._adapters is not None:
                     await self._adapters.remove(entry.name, entry.owner)
+                if self._canaries is not None:
+                    await self._canaries.remove(entry.name)
                 await self._registry.remove(entry.name, entry.owner)
                 text = {"model": entry.name, "owner": entry.owner}
                 logger.info("model removed from the registry", extra=text)

@@ -52,6 +52,14 @@ class Cluster:
         items: list[Manifest] = found.get("items", [])
         return items
 
+    async def serves(self, api_version: str) -> bool:
+        """Whether the cluster has this group and version of an API."""
+        try:
+            await self._request("GET", f"/apis/{api_version}")
+        except NotFound:
+            return False
+        return True
+
     async def apply(self, manifest: Manifest) -> Manifest:
         """Server-side apply; also resets fields that other clients have changed."""
         meta = manifest["metadata"]

@@ -1,14 +1,19 @@
 """Scale-down without loss: chooses the engines that go, drains them, and finds when they are done.
 
 A victim's pod is marked as the cheapest to delete, and its engine is told through the queue to
-drain. When it has no work left or its time is over, the Deployment's count is lowered by one.
+drain. When it has no work left or its time is over, the workload's count is lowered by one.
 Kubernetes then removes that pod: not ready before ready, marked before others. Until then the
 engine keeps running, so that the kubelet does not restart it. SIGTERM drains too, so nothing is
 lost if one of these steps is missed.
+
+Of engines that span several pods Kubernetes always removes those with the highest numbers, so these
+are the victims.
 """
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import takewhile
 from typing import Protocol
 
 from headrace_common.protocol.base import EngineStatus
@@ -21,13 +26,17 @@ from .. import names
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EnginePod:
-    """A pod and its engine. `status` is None if the pod has no live engine."""
+    """A pod and its engine. `status` is None if the pod has no live engine.
+
+    `index` is the engine's number if it spans several pods, of which this is the first.
+    """
 
     name: str
     ready: bool
     created: str = ""
     status: EngineStatus | None = None
     cached_blocks: float = 0.0
+    index: int | None = None
 
     @property
     def deletion_cost(self) -> tuple[bool, int, float, float]:
@@ -88,6 +97,41 @@ def plan(
     return DrainPlan(start=start, waiting=waiting, ended=ended, cancelled=tuple(cancelled))
 
 
+def plan_from_top(
+    pods: Sequence[EnginePod],
+    draining: Sequence[Draining],
+    *,
+    deployed: int,
+    desired: int,
+    now: float,
+    timeout: float,
+) -> DrainPlan:
+    """The plan for engines with numbers, of which the highest go.
+
+    A victim has not ended before those with higher numbers. An engine without a pod needs no drain.
+    """
+    present = {pod.index: pod for pod in pods}
+    known = {victim.pod: victim for victim in draining}
+    going = [present[i] for i in range(deployed - 1, desired - 1, -1) if i in present]
+    victims = [known.get(pod.name) or _victim(pod, now) for pod in going]
+    ended = tuple(takewhile(lambda victim: _ended(victim, pods, now, timeout), victims))
+    rest = victims[len(ended) :]
+    chosen = {victim.pod for victim in victims}
+    return DrainPlan(
+        start=tuple(victim for victim in rest if victim.pod not in known),
+        waiting=tuple(victim for victim in rest if victim.pod in known),
+        ended=ended,
+        cancelled=tuple(victim for victim in draining if victim.pod not in chosen),
+    )
+
+
+def highest_kept(pods: Sequence[EnginePod], planned: DrainPlan, *, desired: int) -> int:
+    """The count above which no engine with a number has to stay."""
+    kept = {victim.pod for victim in (*planned.start, *planned.waiting)}
+    counts = (pod.index + 1 for pod in pods if pod.index is not None and pod.name in kept)
+    return max((desired, *counts))
+
+
 def engines_to_recall(pods: Sequence[EnginePod], victims: Sequence[str]) -> tuple[str, ...]:
     """The ids of engines that drain although their pods are not victims."""
     return tuple(
@@ -127,7 +171,8 @@ class EngineControl(Protocol):
 
     async def engines(self, model: str) -> Sequence[EngineStatus]: ...
 
-    async def drain(self, engine_id: str, model: str) -> None: ...
+    async def drain(self, engine_id: str, model: str, within: float = math.inf) -> None:
+        """Tells an engine to drain; it has to end `within` seconds."""
 
     async def recall(self, engine_id: str, model: str) -> None: ...
 
@@ -141,8 +186,9 @@ class QueueEngineControl:
     async def engines(self, model: str) -> Sequence[EngineStatus]:
         return await self._queue.engines(model)
 
-    async def drain(self, engine_id: str, model: str) -> None:
-        await self._queue.send(engine_id, model, Drain())
+    async def drain(self, engine_id: str, model: str, within: float = math.inf) -> None:
+        limit = None if within == math.inf else round(within * 1000)
+        await self._queue.send(engine_id, model, Drain(within_ms=limit))
 
     async def recall(self, engine_id: str, model: str) -> None:
         await self._queue.send(engine_id, model, Recall())

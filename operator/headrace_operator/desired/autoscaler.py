@@ -1,6 +1,6 @@
 """HorizontalPodAutoscaler and ScaledObject for modes hpa and keda.
 
-Both set the ModelService's own scale, never the Deployment's: the operator follows that number and
+Both set the ModelService's own scale, never the workload's: the operator follows that number and
 drains the engine that has to go.
 """
 
@@ -10,7 +10,7 @@ from typing import Any
 from headrace_common.observability import metric_names
 
 from .. import names
-from ..scaling.policy import ScalingRules
+from ..scaling.policy import LONGEST_WINDOW, ScalingRules
 from ..spec.model_service import ModelService
 from ..spec.scaling_policy import scaling_policy
 from ..spec.scaling_section import ScalingSpec
@@ -124,14 +124,15 @@ def escaped(value: str) -> str:
 
 
 def behavior(scaling: ScalingSpec) -> Mapping[str, Manifest]:
-    """`behavior` as in a HorizontalPodAutoscaler, the same as in mode operator."""
-    policy = scaling_policy(scaling)
+    """`behavior` as in a HorizontalPodAutoscaler, the same as in mode operator; the window that the
+    operator derives is Kubernetes' default instead."""
+    policy = scaling_policy(scaling).for_cold_start(LONGEST_WINDOW)
     return {"scaleUp": _rules(policy.scale_up), "scaleDown": _rules(policy.scale_down)}
 
 
 def _rules(rules: ScalingRules) -> Manifest:
     return {
-        "stabilizationWindowSeconds": int(rules.stabilization_window),
+        "stabilizationWindowSeconds": int(rules.window),
         "selectPolicy": rules.select_policy,
         "policies": [
             {"type": str(step.kind), "value": step.value, "periodSeconds": int(step.period)}

@@ -25,7 +25,7 @@ class Unwanted:
 
 
 def companions_of(service: ModelService, platform: Platform) -> list[Manifest]:
-    """All objects that the service owns except Deployments, in the order in which they are
+    """All objects that the service owns except workloads, in the order in which they are
     needed."""
     found = [
         companions.service_account(service),
@@ -39,12 +39,16 @@ def companions_of(service: ModelService, platform: Platform) -> list[Manifest]:
     return [manifest for manifest in found if manifest is not None]
 
 
-def canary_of(service: ModelService, platform: Platform) -> Manifest | None:
-    """The canary's Deployment, if there is a canary."""
+def canary_of(
+    service: ModelService, platform: Platform, *, stopped: bool = False
+) -> Manifest | None:
+    """The canary's Deployment, if there is a canary; without engines if it is `stopped`."""
     canary = service.spec.canary
     if canary is None:
         return None
-    return deployment(service, platform, replicas=canary.replicas, track=names.CANARY)
+    return deployment(
+        service, platform, replicas=0 if stopped else canary.replicas, track=names.CANARY
+    )
 
 
 def unwanted(service: ModelService) -> list[Unwanted]:

@@ -1,4 +1,4 @@
-"""The small objects beside the Deployments: Service, budget, account, claim, monitor."""
+"""The small objects beside the workloads: Service, budget, account, claim, monitor."""
 
 from typing import Any
 
@@ -10,7 +10,8 @@ Manifest = dict[str, Any]
 
 
 def service(owner: ModelService) -> Manifest:
-    """A headless Service for scrapers; engines pull requests and receive none."""
+    """A headless Service for scrapers, and for the nodes of an engine to find each other. Engines
+    pull requests and receive none."""
     return {
         "apiVersion": "v1",
         "kind": "Service",
@@ -42,8 +43,9 @@ def service_account(owner: ModelService) -> Manifest:
 
 
 def disruption_budget(owner: ModelService) -> Manifest:
-    """A budget that lets engines leave a drained node one at a time; the others take over their
-    requests."""
+    """A budget that lets engines leave a drained machine one at a time; the others take over their
+    requests. An engine that has lost one of several pods counts as gone, since the others are not
+    ready."""
     return {
         "apiVersion": "policy/v1",
         "kind": "PodDisruptionBudget",

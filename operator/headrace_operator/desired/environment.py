@@ -1,7 +1,7 @@
 """The engine process's environment: its settings as HEADRACE_ENGINE_*, and the user's on top."""
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from headrace_common.sealing.keyring import SECRET_FIELD
@@ -21,9 +21,16 @@ SEALING_DIR = "/etc/headrace/sealing"
 
 
 def environment(
-    service: ModelService, platform: Platform, source: Source, track: str
+    service: ModelService,
+    platform: Platform,
+    source: Source,
+    track: str,
+    node: Sequence[Manifest] = (),
 ) -> list[Manifest]:
-    """Container `env`, each name once; the user's own variables win."""
+    """Container `env`, each name once; the user's own variables win.
+
+    `node` are the variables of a pod of an engine that spans several.
+    """
     spec = service.spec
     variables: dict[str, Manifest] = {}
     for name, value in _settings(service, source, track).items():
@@ -31,6 +38,7 @@ def environment(
     queue = _queue(service, platform)
     own = (variable.manifest for variable in spec.engine.env)
     for variable in (
+        *node,
         *queue,
         *_sealing(platform),
         *source.env,
@@ -69,6 +77,7 @@ def _settings(service: ModelService, source: Source, track: str) -> Mapping[str,
         chosen["revision"] = source.revision
     if track == names.CANARY:  # gateways continue with the stable revision's tokenizer and template
         chosen["register_model"] = False
+        chosen["variant"] = names.CANARY
     return {f"{PREFIX}{name.upper()}": _text(value) for name, value in chosen.items()}
 
 

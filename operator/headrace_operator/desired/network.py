@@ -1,4 +1,5 @@
-"""The NetworkPolicy of engines: who may scrape them; they reach DNS, the queue, their model."""
+"""The NetworkPolicy of engines: who may scrape them; they reach DNS, the queue, their model and
+the other nodes of their engine."""
 
 from typing import Any
 
@@ -30,8 +31,12 @@ def network_policy(service: ModelService, platform: Platform) -> Manifest | None
         "spec": {
             "podSelector": {"matchLabels": names.selector(service.name)},
             "policyTypes": ["Ingress", "Egress"],
-            "ingress": [_scrapers(platform)],
-            "egress": [*_egress(service, platform), *wanted.extra_egress],
+            "ingress": [_scrapers(platform), *_fellows(service, "from")],
+            "egress": [
+                *_egress(service, platform),
+                *_fellows(service, "to"),
+                *wanted.extra_egress,
+            ],
         },
     }
 
@@ -41,6 +46,14 @@ def _scrapers(platform: Platform) -> Manifest:
     for namespace in platform.metrics_namespaces:
         peers.append({"namespaceSelector": {"matchLabels": {_NAMESPACE_LABEL: namespace}}})
     return {"from": peers, "ports": [{"protocol": "TCP", "port": names.METRICS_PORT}]}
+
+
+def _fellows(service: ModelService, direction: str) -> list[Manifest]:
+    """The rule for engines that span several pods. It has all ports, since gloo and NCCL choose
+    theirs."""
+    if service.spec.engine.nodes == 1:
+        return []
+    return [{direction: [{"podSelector": {"matchLabels": names.selector(service.name)}}]}]
 
 
 def _egress(service: ModelService, platform: Platform) -> list[Manifest]:

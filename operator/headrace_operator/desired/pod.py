@@ -1,5 +1,7 @@
 """An engine's pod: one container that runs the engine, and what it needs on its node."""
 
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from .. import names
@@ -22,17 +24,30 @@ STARTUP_PERIOD = 2  # the longest that a ready engine waits until Kubernetes kno
 GPU_PRODUCT = "nvidia.com/gpu.product"
 
 
-def pod_template(service: ModelService, platform: Platform, track: str) -> Manifest:
-    """`spec.template` of one track's Deployment."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Node:
+    """What distinguishes a pod of an engine that spans several: labels, variables of the container,
+    and the affinity that it has unless the spec gives one."""
+
+    labels: dict[str, str]
+    env: Sequence[Manifest]
+    affinity: Manifest
+
+
+def pod_template(
+    service: ModelService, platform: Platform, track: str, node: Node | None = None
+) -> Manifest:
+    """`spec.template` of one track's workload. `node` None: the pod is a whole engine."""
     engine = service.spec.engine
-    labels = {**engine.pod_labels, **names.labels(service.name), names.TRACK: track}
+    own = {} if node is None else node.labels
+    labels = {**engine.pod_labels, **names.labels(service.name), names.TRACK: track, **own}
     metadata: Manifest = {"labels": labels}
     if engine.pod_annotations:
         metadata["annotations"] = dict(engine.pod_annotations)
-    return {"metadata": metadata, "spec": _pod(service, platform, track)}
+    return {"metadata": metadata, "spec": _pod(service, platform, track, node)}
 
 
-def _pod(service: ModelService, platform: Platform, track: str) -> Manifest:
+def _pod(service: ModelService, platform: Platform, track: str, node: Node | None) -> Manifest:
     spec = service.spec
     canary = spec.canary if track == names.CANARY else None
     found = source(
@@ -42,7 +57,7 @@ def _pod(service: ModelService, platform: Platform, track: str) -> Manifest:
     )
     image = (canary and canary.image) or spec.engine.image or platform.engine_image
     pull_secrets = (*platform.image_pull_secrets, *spec.engine.image_pull_secrets)
-    container = _container(service, platform, found, image, track)
+    container = _container(service, platform, found, image, track, node)
     pod: Manifest = {
         "serviceAccountName": names.service_account(service.name),
         "automountServiceAccountToken": False,
@@ -57,18 +72,24 @@ def _pod(service: ModelService, platform: Platform, track: str) -> Manifest:
         pod["initContainers"] = before
     if pull_secrets:
         pod["imagePullSecrets"] = [{"name": name} for name in dict.fromkeys(pull_secrets)]
-    return pod | _scheduling(service.name, spec.engine)
+    affinity = spec.engine.affinity or ({} if node is None else node.affinity)
+    return pod | _scheduling(service.name, spec.engine, affinity)
 
 
 def _container(
-    service: ModelService, platform: Platform, found: Source, image: str, track: str
+    service: ModelService,
+    platform: Platform,
+    found: Source,
+    image: str,
+    track: str,
+    node: Node | None,
 ) -> Manifest:
     engine = service.spec.engine
     container: Manifest = {
         "name": names.CONTAINER,
         "image": image,
         "imagePullPolicy": engine.image_pull_policy or platform.engine_image_pull_policy,
-        "env": environment(service, platform, found, track),
+        "env": environment(service, platform, found, track, () if node is None else node.env),
         "lifecycle": {"preStop": {"sleep": {"seconds": PRE_STOP_SECONDS}}},
         "ports": [{"name": names.METRICS_PORT_NAME, "containerPort": names.METRICS_PORT}],
         # The end of the log becomes the termination message, and so the ModelService's problem.
@@ -78,6 +99,10 @@ def _container(
         "volumeMounts": [*_mounts(service, platform, found), *adapters(service.spec).mounts],
         **_probes(engine),
     }
+    if node is not None:
+        container["ports"].append(
+            {"name": names.MASTER_PORT_NAME, "containerPort": names.MASTER_PORT}
+        )
     if engine.extra_args:
         container["args"] = list(engine.extra_args)
     if engine.env_from:
@@ -102,7 +127,7 @@ def _resources(engine: EngineSpec) -> Manifest:
     """The container's resources. GPUs are limits; Kubernetes sets the same request."""
     limits = dict(engine.resources.limits)
     if engine.gpu is not None:
-        limits[engine.gpu.resource_name] = str(engine.tensor_parallel_size)
+        limits[engine.gpu.resource_name] = str(engine.ranks_of_a_node)
     found: Manifest = {}
     if engine.resources.requests:
         found["requests"] = dict(engine.resources.requests)
@@ -173,7 +198,7 @@ def _mounts(service: ModelService, platform: Platform, found: Source) -> list[Ma
     return mounts
 
 
-def _scheduling(name: str, engine: EngineSpec) -> Manifest:
+def _scheduling(name: str, engine: EngineSpec, affinity: Manifest) -> Manifest:
     selector = dict(engine.node_selector)
     if engine.gpu is not None and engine.gpu.product is not None:
         selector[GPU_PRODUCT] = engine.gpu.product
@@ -184,7 +209,7 @@ def _scheduling(name: str, engine: EngineSpec) -> Manifest:
     fields: Manifest = {
         "nodeSelector": selector,
         "tolerations": list(engine.tolerations),
-        "affinity": engine.affinity,
+        "affinity": affinity,
         "topologySpreadConstraints": spread,
         "priorityClassName": engine.priority_class_name,
         "runtimeClassName": engine.runtime_class_name,

@@ -17,14 +17,15 @@ from .. import names
 from ..cluster.cluster import Cluster
 from ..desired.children import canary_of, companions_of, unwanted
 from ..desired.defaults import Platform
-from ..desired.deployment import deployment
-from ..desired.environment import SERVED_NAME
+from ..desired.workloads import workloads
 from ..errors import ClusterError, InvalidSpec, NotFound, OperatorError, ServedNameTaken
 from ..spec.model_service import ModelService
 from ..spec.prometheus_urls import PrometheusUrls
 from ..spec.reserved import Reserved, check_cache, possible_caches
 from . import engine_pods, pod_problems
 from .adapter_sync import AdapterSync
+from .canary_sync import CanarySync, CanaryTrial
+from .engine_pods import Engine
 from .recorder import Recorder
 from .registrations import Registrations, RegistrationStatus
 from .scaler import Scaled, Scaler
@@ -39,6 +40,7 @@ from .status import (
     transitions,
     why_scaled,
 )
+from .workload import Workload, is_owned, workload_of
 
 logger = logging.getLogger(__name__)
 Manifest = dict[str, Any]
@@ -51,7 +53,8 @@ DRAIN_INTERVAL = 1.0  # seconds, so that a drained engine is removed soon
 class Reconciler:
     """Reconciles all ModelServices; make one call at a time for each. `clock`: Unix seconds.
 
-    `decisions` shows the numbers of engines to consoles. `adapters` writes adapters to the queue.
+    `decisions` shows the numbers of engines to consoles. `adapters` writes adapters to the queue,
+    `canaries` the canaries' shares of the requests.
     """
 
     def __init__(
@@ -67,11 +70,13 @@ class Reconciler:
         reserved: Reserved,
         decisions: DecisionWriter | None = None,
         adapters: AdapterSync | None = None,
+        canaries: CanarySync | None = None,
     ) -> None:
         self._prometheus_urls = prometheus_urls
         self._reserved = reserved
         self._decisions = decisions
         self._adapters = adapters
+        self._canaries = canaries
         self._cluster = cluster
         self._platform = platform
         self._scaler = scaler
@@ -83,6 +88,8 @@ class Reconciler:
     def forget(self, key: Key) -> None:
         """Forgets a deleted ModelService; Kubernetes deletes its children."""
         self._scaler.forget(key)
+        if self._canaries is not None:
+            self._canaries.forget(key)
         self._recorder.forget(key)
         self._drains.discard(key)
 
@@ -113,9 +120,9 @@ class Reconciler:
             self._reserved.check(service)
             await self._check_caches(service)
             registration = await self._registrations.of(service)
-            current = await self._deployment(service)
+            current = await workload_of(self._cluster, service)
             taken = _taken(service, registration)
-            if taken is not None and not _serves(current, service.served_name):
+            if taken is not None and not current.serves(service.served_name):
                 raise taken
         except (InvalidSpec, ServedNameTaken) as error:
             logger.warning(
@@ -140,7 +147,7 @@ class Reconciler:
         self,
         service: ModelService,
         body: Manifest,
-        current: Manifest | None,
+        current: Workload,
         registration: RegistrationStatus,
     ) -> bool:
         now = self._clock()
@@ -149,8 +156,12 @@ class Reconciler:
             "v1", "Pod", service.namespace, names.selector(service.name)
         )
         pods = engine_pods.live(found)
-        stable = engine_pods.of_track(pods, names.STABLE)
-        deployed = None if current is None else int(current["spec"].get("replicas", 1))
+        nodes = service.spec.engine.nodes
+        stable, canary = (
+            engine_pods.engines(engine_pods.of_track(pods, track), current.kind, nodes)
+            for track in (names.STABLE, names.CANARY)
+        )
+        deployed = current.replicas
         scaled = await self._scaler.scale(
             service,
             stable,
@@ -158,38 +169,51 @@ class Reconciler:
             draining=drains(previous),
             now=now,
             registered=registration.registered is not False,
-            terminating=engine_pods.terminating(found),
+            terminating=engine_pods.terminating(found, current.kind),
         )
         if scaled.draining:
             self._drains.add(service.key)
-        refused = await self._apply(service, scaled)
-        seen = _seen(current, scaled, stable, pods, refused or _problem(service, registration))
+        trial = await self._judge(service, pods, previous)
+        refused = await self._apply(service, current, scaled, trial)
+        problem = refused or _problem(service, registration) or pod_problems.problem(pods)
+        seen = _seen(current, scaled, stable, canary, problem)
+        seen = replace(seen, trial=trial)
         if self._adapters is not None and registration.rival is None:
             seen = replace(seen, adapters=await self._adapters.sync(service))
+        if self._canaries is not None and registration.rival is None:
+            await self._canaries.share(service, trial)
         await self._announce(body, service, deployed, scaled)
         await self._show(service, seen)
         await self._tell(body, status_of(service, seen, previous, now))
         self._recorder.record(service, seen)
-        self._recorder.record_starts(service, pods)
+        self._recorder.record_starts(service, [*stable, *canary])
         return refused is None
 
-    async def _deployment(self, service: ModelService) -> Manifest | None:
-        name = names.deployment(service.name)
-        try:
-            return await self._cluster.get("apps/v1", "Deployment", service.namespace, name)
-        except NotFound:
+    async def _judge(
+        self, service: ModelService, pods: Sequence[Manifest], previous: Mapping[str, Any]
+    ) -> CanaryTrial | None:
+        if self._canaries is None:
             return None
+        return await self._canaries.judge(service, pods, previous)
 
-    async def _apply(self, service: ModelService, scaled: Scaled) -> Problem | None:
+    async def _apply(
+        self,
+        service: ModelService,
+        current: Workload,
+        scaled: Scaled,
+        trial: CanaryTrial | None,
+    ) -> Problem | None:
         """Applies every child, also after a refusal; returns the first refusal."""
         wanted = [
             *companions_of(service, self._platform),
-            deployment(service, self._platform, replicas=scaled.replicas),
+            *workloads(service, self._platform, current.kind, replicas=scaled.replicas),
         ]
-        if (canary := canary_of(service, self._platform)) is not None:
+        stopped = trial is not None and trial.rolled_back
+        if (canary := canary_of(service, self._platform, stopped=stopped)) is not None:
             wanted.append(canary)
         refused = [await self._applied(manifest) for manifest in wanted]
         refused += [await self._removed(service, child) for child in unwanted(service)]
+        refused += [await self._deleted(child) for child in current.obsolete]
         return next((problem for problem in refused if problem is not None), None)
 
     async def _applied(self, manifest: Manifest) -> Problem | None:
@@ -205,7 +229,7 @@ class Reconciler:
             found = await self._cluster.get(
                 child.api_version, child.kind, service.namespace, child.name
             )
-            if _is_owned(found, service):
+            if is_owned(found, service):
                 await self._cluster.delete(
                     child.api_version, child.kind, service.namespace, child.name
                 )
@@ -213,6 +237,16 @@ class Reconciler:
             return None
         except ClusterError as error:
             return None if child.optional else _refusal(f"{child.kind} {child.name}", error)
+        return None
+
+    async def _deleted(self, child: Manifest) -> Problem | None:
+        meta = child["metadata"]
+        try:
+            await self._cluster.delete(
+                child["apiVersion"], child["kind"], meta["namespace"], meta["name"]
+            )
+        except ClusterError as error:
+            return _refusal(f"{child['kind']} {meta['name']}", error)
         return None
 
     async def _announce(
@@ -284,17 +318,6 @@ def _problem(service: ModelService, registration: RegistrationStatus) -> Problem
     return None if taken is None else (taken.code, str(taken))
 
 
-def _serves(deployment: Manifest | None, name: str) -> bool:
-    """Whether engines of this Deployment have this served name."""
-    if deployment is None:
-        return False
-    return any(
-        (variable["name"], variable.get("value")) == (SERVED_NAME, name)
-        for container in deployment["spec"]["template"]["spec"]["containers"]
-        for variable in container.get("env", ())
-    )
-
-
 def _refusal(what: str, error: ClusterError) -> Problem:
     logger.warning(
         "object of a ModelService not applied", extra={"child": what, "error": str(error)}
@@ -302,56 +325,38 @@ def _refusal(what: str, error: ClusterError) -> Problem:
     return error.code, f"{what}: {error}"
 
 
-def _is_owned(found: Mapping[str, Any], service: ModelService) -> bool:
-    owners = found["metadata"].get("ownerReferences", ())
-    return any(owner.get("uid") == service.uid for owner in owners)
-
-
 def _seen(
-    current: Manifest | None,
+    current: Workload,
     scaled: Scaled,
-    stable: Sequence[Manifest],
-    pods: Sequence[Manifest],
+    stable: Sequence[Engine],
+    canary: Sequence[Engine],
     problem: Problem | None,
 ) -> Observations:
-    status = {} if current is None else current.get("status", {})
     leaving = {victim.pod for victim in scaled.draining}
-    ready = [
-        pod
-        for pod in stable
-        if engine_pods.is_ready(pod) and pod["metadata"]["name"] not in leaving
-    ]
+    ready = [each for each in stable if each.ready and each.name not in leaving]
     return Observations(
         replicas=len(stable),
         ready=len(ready),
-        updated=status.get("updatedReplicas", 0),
+        updated=current.updated,
         desired=scaled.desired,
-        canary=len(engine_pods.of_track(pods, names.CANARY)),
+        canary=len(canary),
         signals=scaled.signals,
         cold_start=_cold_start(scaled, ready),
         decision=scaled.decision,
         draining=scaled.draining,
-        problem=problem or pod_problems.problem(pods) or _stalled(status),
+        problem=problem or current.problem,
         signals_problem=scaled.signals_problem,
         asleep=scaled.asleep,
+        kind=current.kind,
     )
 
 
-def _cold_start(scaled: Scaled, ready: Sequence[Manifest]) -> float | None:
-    """The cold start that scaling has measured, else the quickest start of the present pods.
+def _cold_start(scaled: Scaled, ready: Sequence[Engine]) -> float | None:
+    """The cold start that scaling has measured, else the quickest start of the present engines.
 
     The quickest, because a pod that was temporarily not ready looks like a slow start.
     """
     if scaled.decision is not None and scaled.decision.history.cold_start is not None:
         return scaled.decision.history.cold_start
-    starts = [engine_pods.start_duration(pod) for pod in ready]
+    starts = [each.start_duration for each in ready]
     return min((start for start in starts if start is not None), default=None)
-
-
-def _stalled(status: Mapping[str, Any]) -> Problem | None:
-    """The problem that the Deployment itself reports."""
-    for condition in status.get("conditions", ()):
-        bad = {"Progressing": "False", "ReplicaFailure": "True"}.get(condition["type"])
-        if bad == condition["status"]:
-            return condition.get("reason", condition["type"]), condition.get("message", "")
-    return None

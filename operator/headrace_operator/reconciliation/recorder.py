@@ -3,7 +3,6 @@
 import threading
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from opentelemetry.metrics import Meter, Observation
 
@@ -12,7 +11,7 @@ from headrace_common.observability.instruments import counter, histogram, observ
 
 from ..scaling.signals import Estimate
 from ..spec.model_service import ModelService
-from . import engine_pods
+from .engine_pods import Engine
 from .status import Observations
 
 Key = tuple[str, str]
@@ -38,7 +37,7 @@ class Recorder:
         self._cold_starts = histogram(meter, metrics.OPERATOR_COLD_START_DURATION)
         self._lock = threading.Lock()
         self._states: dict[Key, _State] = {}
-        self._started: dict[Key, set[str]] = {}
+        self._started: dict[Key, set[tuple[str, str]]] = {}
         observed_gauge(meter, metrics.OPERATOR_REPLICAS, self._replicas)
         observed_gauge(meter, metrics.OPERATOR_SIGNAL, self._signals)
         observed_gauge(meter, metrics.OPERATOR_SIGNAL_TARGET, self._targets)
@@ -52,19 +51,19 @@ class Recorder:
         if decision is not None:
             self._decisions.add(1, {**labels, metrics.REASON: decision.reason.value})
 
-    def record_starts(self, service: ModelService, pods: Sequence[dict[str, Any]]) -> None:
-        """Measures each pod once, when it is first seen ready.
+    def record_starts(self, service: ModelService, engines: Sequence[Engine]) -> None:
+        """Measures each engine once, when it is first seen ready; again once it has a new pod.
 
-        Pods that are ready at the first reconciliation are not measured: they may have been ready
-        before.
+        Engines that are ready at the first reconciliation are not measured: they may have been
+        ready before.
         """
-        ready = {pod["metadata"]["name"]: pod for pod in pods if engine_pods.is_ready(pod)}
+        ready = {each.made: each for each in engines if each.ready}
         known = self._started.setdefault(service.key, set(ready))
-        for name in ready.keys() - known:
-            if (took := engine_pods.start_duration(ready[name])) is not None:
+        for made in ready.keys() - known:
+            if (took := ready[made].start_duration) is not None:
                 labels = _labels(service.namespace, service.served_name)
                 self._cold_starts.record(took, labels)
-        present = {pod["metadata"]["name"] for pod in pods}
+        present = {each.made for each in engines}
         self._started[service.key] = (known & present) | ready.keys()
 
     def reconciled(self, key: Key, *, ok: bool) -> None:

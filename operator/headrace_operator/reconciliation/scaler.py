@@ -5,16 +5,23 @@ reconciler writes the count.
 """
 
 import logging
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from headrace_common.errors import BackendUnavailable
-from headrace_common.protocol.base import EngineStatus
 
 from .. import names
 from ..cluster.cluster import Cluster
-from ..cluster.drain import Draining, DrainPlan, EngineControl, EnginePod, engines_to_recall, plan
+from ..cluster.drain import (
+    Draining,
+    DrainPlan,
+    EngineControl,
+    EnginePod,
+    engines_to_recall,
+    highest_kept,
+    plan,
+    plan_from_top,
+)
 from ..errors import NotFound, SignalsUnavailable
 from ..scaling.decision import Decision, decide
 from ..scaling.observation import ScalingObservation
@@ -22,17 +29,18 @@ from ..signals.signals import Signals, SignalSource, observation
 from ..spec.model_service import ModelService
 from ..spec.scaling_policy import scaling_policy
 from . import engine_pods
+from .engine_pods import Engine
+from .node_notices import NodeNotices
 from .scaling_history import ScalingHistories
 
 logger = logging.getLogger(__name__)
-Manifest = dict[str, Any]
 
 DRAIN_MARGIN = 20.0  # seconds after the engine's own drain time until it is removed anyway
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Scaled:
-    """The result. `replicas` is the Deployment's new count: `desired` plus draining engines.
+    """The result. `replicas` is the workload's new count: `desired` plus draining engines.
 
     `asleep` engines sleep while others have their accelerator.
     """
@@ -47,7 +55,10 @@ class Scaled:
 
 
 class Scaler:
-    """Scales all ModelServices; make one call at a time for each of them."""
+    """Scales all ModelServices; make one call at a time for each of them.
+
+    `notices` knows the nodes that are about to end.
+    """
 
     def __init__(
         self,
@@ -55,7 +66,9 @@ class Scaler:
         signals: SignalSource,
         directory: EngineControl,
         histories: ScalingHistories,
+        notices: NodeNotices | None = None,
     ) -> None:
+        self._notices = notices
         self._cluster = cluster
         self._signals = signals
         self._directory = directory
@@ -64,26 +77,26 @@ class Scaler:
     async def scale(
         self,
         service: ModelService,
-        pods: Sequence[Manifest],
+        engines: Sequence[Engine],
         *,
         deployed: int | None,
         draining: Sequence[Draining],
         now: float,
         registered: bool = True,
-        terminating: Collection[str] = (),
+        terminating: Mapping[str, float] | None = None,
     ) -> Scaled:
-        """Decides and drains. `deployed` is the Deployment's count; None if there is none yet.
+        """Decides and drains. `deployed` is the workload's count; None if there is none yet.
 
-        `terminating` are pods that Kubernetes is ending. `registered` False: gateways do not know
-        the model until an engine registers it.
+        `terminating` are engines that Kubernetes is ending, with their grace periods. `registered`
+        False: gateways do not know the model until an engine registers it.
         """
-        signals, problem = await self._read(service, pods)
-        problem = problem or _unmeasured(signals, pods)
+        signals, problem = await self._read(service, engines)
+        problem = problem or _unmeasured(signals, engines)
         if deployed is None:
             first = initial_replicas(service, registered=registered)
             return Scaled(replicas=first, desired=first, signals=signals, signals_problem=problem)
         asked = max(0, deployed - len(draining))
-        decision = await self._decide(service, pods, signals, asked, draining, now, registered)
+        decision = await self._decide(service, engines, signals, asked, draining, now, registered)
         desired = followed(service, registered) if decision is None else decision.replicas
         replicas, still = deployed, tuple(draining)
         if desired >= deployed and not draining:
@@ -91,12 +104,18 @@ class Scaler:
         else:
             cached = {} if signals is None else signals.cached_blocks
             replicas, still = await self._down(
-                service, pods, cached, deployed=deployed, desired=desired, draining=still, now=now
+                service,
+                engines,
+                cached,
+                deployed=deployed,
+                desired=desired,
+                draining=still,
+                now=now,
             )
         asleep = 0
-        if len(pods) <= replicas:  # otherwise Kubernetes has not yet chosen the pods to delete
+        if len(engines) <= replicas:  # otherwise Kubernetes has not yet chosen the pods to delete
             asleep = await self._set_right(
-                service, pods, [victim.pod for victim in still], terminating
+                service, engines, [victim.pod for victim in still], terminating or {}
             )
         return Scaled(
             replicas=replicas,
@@ -113,9 +132,10 @@ class Scaler:
         self._histories.forget(key)
 
     async def _read(
-        self, service: ModelService, pods: Sequence[Manifest]
+        self, service: ModelService, engines: Sequence[Engine]
     ) -> tuple[Signals | None, str | None]:
         try:
+            pods = engine_pods.first_pods(engines)
             return await self._signals.read(service, engine_pods.addresses(pods)), None
         except SignalsUnavailable as error:
             return None, str(error)
@@ -123,7 +143,7 @@ class Scaler:
     async def _decide(
         self,
         service: ModelService,
-        pods: Sequence[Manifest],
+        engines: Sequence[Engine],
         signals: Signals | None,
         asked: int,
         draining: Sequence[Draining],
@@ -134,9 +154,7 @@ class Scaler:
         if service.spec.scaling.mode != "operator":
             return None
         leaving = {victim.pod for victim in draining}
-        ready = sum(
-            engine_pods.is_ready(pod) and pod["metadata"]["name"] not in leaving for pod in pods
-        )
+        ready = sum(each.ready and each.name not in leaving for each in engines)
         if signals is None:
             seen = ScalingObservation(
                 at=now, replicas=asked, ready=ready, queue=None, registered=registered
@@ -151,7 +169,7 @@ class Scaler:
     async def _down(
         self,
         service: ModelService,
-        pods: Sequence[Manifest],
+        engines: Sequence[Engine],
         cached: Mapping[str, float],
         *,
         deployed: int,
@@ -159,44 +177,53 @@ class Scaler:
         draining: tuple[Draining, ...],
         now: float,
     ) -> tuple[int, tuple[Draining, ...]]:
-        """Returns the Deployment's count and the draining engines, when scaling down."""
+        """Returns the workload's count and the draining engines, when scaling down."""
         try:
             statuses = await self._directory.engines(service.served_name)
-            surplus = deployed - desired
-            absent = min(max(0, surplus), _absent(pods, draining, deployed))
-            planned, engines = _plan(service, pods, statuses, cached, surplus - absent, now,
-                                     draining)  # fmt: skip
-            await self._mark(service.namespace, planned)
-            for engine_id in planned.engines_to_drain(engines):
+            pods = engine_pods.engine_pods(engines, statuses, cached)
+            timeout = service.spec.drain.timeout_seconds + DRAIN_MARGIN
+            if service.spec.engine.nodes > 1:
+                planned = plan_from_top(pods, draining, deployed=deployed, desired=desired, now=now,
+                                        timeout=timeout)  # fmt: skip
+                kept = highest_kept(pods, planned, desired=desired)
+            else:
+                surplus = deployed - desired
+                absent = min(max(0, surplus), _absent(pods, draining, deployed))
+                planned = plan(pods, draining, surplus=surplus - absent, now=now, timeout=timeout)
+                kept = max(deployed - absent - len(planned.ended), desired)
+                await self._mark(service.namespace, planned)
+            for engine_id in planned.engines_to_drain(pods):
                 await self._directory.drain(engine_id, service.served_name)
         except BackendUnavailable as error:
             logger.warning("scale-down waits: redis is unreachable", extra={"error": str(error)})
             return max(deployed, desired), draining
-        kept = deployed - absent - len(planned.ended)
-        still = (*planned.waiting, *planned.start)
-        return max(kept, desired), still
+        return kept, (*planned.waiting, *planned.start)
 
     async def _set_right(
         self,
         service: ModelService,
-        pods: Sequence[Manifest],
+        engines: Sequence[Engine],
         victims: Sequence[str],
-        terminating: Collection[str],
+        terminating: Mapping[str, float],
     ) -> int:
-        """Recalls draining engines whose pods stay, and drains engines whose pods go; returns how
-        many engines sleep.
+        """Recalls draining engines whose pods stay, and drains engines with a pod that goes;
+        returns how many engines sleep.
 
-        SIGTERM may not reach an engine, for example if an image runs it below a shell.
+        SIGTERM may not reach an engine, for example if an image runs it below a shell. A pod may
+        also have less time than its engine knows: because its node ends, or it was deleted with a
+        shorter grace period.
         """
+        ending = {**terminating, **self._on_ending_nodes(engines)}
         try:
             statuses = await self._directory.engines(service.served_name)
-            for engine_id in engines_to_recall(
-                engine_pods.engine_pods(pods, statuses, {}), victims
-            ):
+            pods = engine_pods.engine_pods(engines, statuses, {})
+            for engine_id in engines_to_recall(pods, [*victims, *ending]):
                 await self._directory.recall(engine_id, service.served_name)
             for status in statuses:
-                if not status.draining and names.pod_of_engine(status.engine_id) in terminating:
-                    await self._directory.drain(status.engine_id, service.served_name)
+                left = ending.get(names.pod_of_engine(status.engine_id))
+                short = left is not None and left < service.spec.drain.timeout_seconds
+                if left is not None and (not status.draining or (short and status.running)):
+                    await self._directory.drain(status.engine_id, service.served_name, left)
             return sum(status.sleep_level > 0 for status in statuses)
         except BackendUnavailable as error:
             logger.warning(
@@ -204,6 +231,17 @@ class Scaler:
                 extra={"error": str(error)},
             )
             return 0
+
+    def _on_ending_nodes(self, engines: Sequence[Engine]) -> dict[str, float]:
+        """The engines with a pod whose node is about to end, and the seconds of notice."""
+        if self._notices is None:
+            return {}
+        left: dict[str, float] = {}
+        for engine in engines:
+            for seconds in map(self._notices.of_pod, engine.pods):
+                if seconds is not None:
+                    left[engine.name] = min(seconds, left.get(engine.name, seconds))
+        return left
 
     async def _mark(self, namespace: str, planned: DrainPlan) -> None:
         """Sets the deletion costs that make Kubernetes remove the right pods."""
@@ -219,32 +257,18 @@ class Scaler:
                 continue  # it ended by itself
 
 
-def _absent(pods: Sequence[Manifest], draining: Sequence[Draining], deployed: int) -> int:
+def _absent(pods: Sequence[EnginePod], draining: Sequence[Draining], deployed: int) -> int:
     """Requested engines without a pod, for example because of a quota; they need no drain."""
-    present = {pod["metadata"]["name"] for pod in pods}
+    present = {pod.name for pod in pods}
     gone = sum(victim.pod not in present for victim in draining)
     return max(0, deployed - len(present) - gone)
 
 
-def _plan(
-    service: ModelService,
-    pods: Sequence[Manifest],
-    statuses: Sequence[EngineStatus],
-    cached: Mapping[str, float],
-    surplus: int,
-    now: float,
-    draining: tuple[Draining, ...],
-) -> tuple[DrainPlan, list[EnginePod]]:
-    engines = engine_pods.engine_pods(pods, statuses, cached)
-    timeout = service.spec.drain.timeout_seconds + DRAIN_MARGIN
-    return plan(engines, draining, surplus=surplus, now=now, timeout=timeout), engines
-
-
-def _unmeasured(signals: Signals | None, pods: Sequence[Manifest]) -> str | None:
+def _unmeasured(signals: Signals | None, engines: Sequence[Engine]) -> str | None:
     """Names the missing signals: serving engines without metrics, or a pod's page."""
     if signals is None:
         return None
-    ready = sum(engine_pods.is_ready(pod) for pod in pods)
+    ready = sum(each.ready for each in engines)
     if signals.engines is not None or not ready:
         return signals.problem
     detail = "" if signals.problem is None else f" ({signals.problem})"

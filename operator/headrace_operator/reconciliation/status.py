@@ -13,12 +13,15 @@ from headrace_common.protocol.live import ScalingDecision
 
 from .. import names
 from ..cluster.drain import Draining
+from ..desired.workloads import WorkloadKind
 from ..errors import OperatorError
+from ..scaling.canary import CanaryReason
 from ..scaling.decision import Decision
 from ..scaling.reason import Reason, ScalingLimit
 from ..signals.signals import Signals
 from ..spec.model_service import ModelService
 from .adapter_sync import AdapterStatus
+from .canary_sync import CanaryTrial
 
 Manifest = dict[str, Any]
 
@@ -27,13 +30,14 @@ PROGRESSING = "Progressing"
 DEGRADED = "Degraded"
 SCALING_ACTIVE = "ScalingActive"
 SCALING_LIMITED = "ScalingLimited"
+CANARY_HEALTHY = "CanaryHealthy"
 ZERO = "ScaledToZero"
 NOT_READY = "NoEngineReady"
 SATURATED = "Saturated"
 REDIS_UNREACHABLE = "RedisUnreachable"
 
 # The status with which each of these conditions needs attention by a person.
-_ALARMING = {READY: "False", DEGRADED: "True", SCALING_ACTIVE: "False"}
+_ALARMING = {READY: "False", DEGRADED: "True", SCALING_ACTIVE: "False", CANARY_HEALTHY: "False"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,12 +52,13 @@ class Condition:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Observations:
-    """The observations and actions of a reconciliation. Counts are of the stable track.
+    """The observations and actions of a reconciliation. Counts are of the stable track; an
+    engine counts once however many pods it has.
 
     `problem` is (reason, message) of a problem that will not end by itself. `signals_problem` is
     why there are no signals. `cold_start` is the seconds that an engine needs from its start until
     it serves. `adapters` None: unknown. `asleep` engines are ready, but others have their
-    accelerator.
+    accelerator. `trial` is the state of the canary.
     """
 
     replicas: int
@@ -69,6 +74,8 @@ class Observations:
     signals_problem: str | None = None
     adapters: tuple[AdapterStatus, ...] | None = ()
     asleep: int = 0
+    kind: WorkloadKind = WorkloadKind.DEPLOYMENT
+    trial: CanaryTrial | None = None
 
     @property
     def backlog(self) -> int | None:
@@ -98,11 +105,12 @@ def status_of(
     return {
         "observedGeneration": service.generation,
         "model": service.served_name,
-        "selector": names.selector_text(names.track_selector(service.name, names.STABLE)),
+        "selector": names.selector_text(seen.kind.selector(service.name)),
         "replicas": seen.replicas,
         "readyReplicas": seen.ready,
         "desiredReplicas": seen.desired,
         "canaryReplicas": seen.canary,
+        "canary": None if seen.trial is None else seen.trial.status,
         "asleepReplicas": None if service.spec.sharing is None else seen.asleep,
         "reason": most_telling.reason,
         "message": most_telling.message,
@@ -175,6 +183,7 @@ def conditions(service: ModelService, seen: Observations) -> list[Condition]:
         _degraded(seen),
         _scaling_active(service, seen),
         _scaling_limited(seen),
+        *(() if seen.trial is None else (_canary_healthy(seen.trial),)),
     ]
 
 
@@ -250,6 +259,16 @@ def _scaling_active(service: ModelService, seen: Observations) -> Condition:
         return Condition(SCALING_ACTIVE, "False", decision.reason.value, text)
     status = "False" if decision.frozen else "True"
     return Condition(SCALING_ACTIVE, status, decision.reason.value, decision.reason.sentence)
+
+
+def _canary_healthy(trial: CanaryTrial) -> Condition:
+    known = {CanaryReason.COMPARING: "Unknown", CanaryReason.AS_GOOD: "True"}
+    return Condition(
+        CANARY_HEALTHY,
+        known.get(CanaryReason(trial.reason), "False"),
+        trial.reason,
+        trial.message,
+    )
 
 
 def counted(engines: int) -> str:

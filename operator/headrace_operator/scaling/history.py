@@ -6,6 +6,7 @@ without it, scaling starts from the policy's guesses and keeps the count it find
 
 import json
 from dataclasses import asdict, dataclass, fields, replace
+from math import sqrt
 from typing import Any
 
 from .forecast import Loads, record_load
@@ -17,6 +18,11 @@ LEAST_BUSY = 0.1
 SMOOTHING = 45.0
 """Time constant in seconds of the learned speeds; starts of pods are averaged by count."""
 START_WEIGHT = 0.3
+SURGE_SMOOTHING = 10.0
+"""Time constant in seconds of the arrival rate that finds surges."""
+SURGE_DEVIATIONS = 1.0
+"""What a surge exceeds the smoothed rate by counts above this many standard deviations of the noise
+that independent arrivals have."""
 LEAST_RATE = 1e-6
 """Per second. A slower speed is not valid; dividing by it would request too many engines."""
 
@@ -29,8 +35,10 @@ class History:
     """Data that scaling has learned about one model, and its latest recommendations and changes.
 
     `starts` are the moments at which the starting replicas were requested, oldest first. Speeds are
-    those of one engine at full load. `highest` and `lowest` are the recommendations that can still
-    be the extreme of a stabilization window; `changes` are the changes of the count that were made.
+    those of one engine at full load. `arrivals` is the smoothed number of requests admitted per
+    second, `surge` the same over the last seconds. `highest` and `lowest` are the recommendations
+    that can still be the extreme of a stabilization window; `changes` are the changes of the count
+    that were made.
     """
 
     seen_at: float | None = None
@@ -43,6 +51,8 @@ class History:
     engine_requests: float | None = None
     engine_tokens: float | None = None
     busy: float | None = None
+    arrivals: float | None = None
+    surge: float | None = None
     highest: tuple[TimedCount, ...] = ()
     lowest: tuple[TimedCount, ...] = ()
     changes: tuple[TimedCount, ...] = ()
@@ -66,9 +76,34 @@ class History:
             starts=starts,
             cold_start=cold_start,
         )
+        elapsed = now - (self.seen_at or now)
+        if seen.queue is not None and seen.queue.arrival_rate is not None:
+            learned = learned._arrivals(seen.queue.arrival_rate, elapsed)
         if seen.engines is not None and seen.engines.capacity > 0 and seen.ready > 0:
-            return learned._speeds(seen.engines, seen.ready, now - (self.seen_at or now))
+            return learned._speeds(seen.engines, seen.ready, elapsed)
         return learned
+
+    def _arrivals(self, rate: float, elapsed: float) -> "History":
+        if self.arrivals is None or self.surge is None:
+            return replace(self, arrivals=rate, surge=rate)
+        return replace(
+            self,
+            arrivals=_mix(self.arrivals, rate, elapsed / (SMOOTHING + elapsed)),
+            surge=_mix(self.surge, rate, elapsed / (SURGE_SMOOTHING + elapsed)),
+        )
+
+    def arrivals_ahead(self, ahead: float) -> float | None:
+        """Requests per second expected `ahead` seconds from now; None if none were measured.
+
+        The smoothed rate. If the rate of the last seconds is above it by more than noise, the
+        excess counts, and is continued as a straight line up to twice the rate.
+        """
+        if self.arrivals is None or self.surge is None:
+            return None
+        rise = (SURGE_SMOOTHING + ahead) / (SMOOTHING - SURGE_SMOOTHING)
+        noise = sqrt(max(self.arrivals, LEAST_RATE) / (2 * SURGE_SMOOTHING))
+        excess = max(0.0, self.surge - self.arrivals - SURGE_DEVIATIONS * noise)
+        return self.arrivals + min(excess * (1 + rise), excess + self.surge)
 
     def _pods(self, seen: ScalingObservation, now: float) -> tuple[tuple[float, ...], float | None]:
         """The present starts, and the mean cold start including those that have just ended."""
@@ -119,8 +154,8 @@ class History:
             self,
             replicas=current,
             changes=changes,
-            highest=_extremes(self.highest, wanted, now, policy.scale_down.stabilization_window, 1),
-            lowest=_extremes(self.lowest, wanted, now, policy.scale_up.stabilization_window, -1),
+            highest=_extremes(self.highest, wanted, now, policy.scale_down.window, 1),
+            lowest=_extremes(self.lowest, wanted, now, policy.scale_up.window, -1),
         )
 
     def decided(self, replicas: int, now: float) -> "History":

@@ -1,12 +1,17 @@
 """The scaling policy of a model: bounds, targets, speeds. Times are in seconds."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
 from typing import Literal
 
 
 class PolicyError(ValueError):
     """A value of a policy is out of range; the text names field, value and what is allowed."""
+
+
+SHORTEST_WINDOW = 120.0
+"""Bounds in seconds of the derived window for scaling down, which is as long as a cold start."""
+LONGEST_WINDOW = 300.0
 
 
 def _require(holds: bool, name: str, value: object, allowed: str) -> None:
@@ -37,16 +42,21 @@ class ScalingRules:
     """One direction of HPA v2's `behavior`, with its meaning.
 
     `Max` allows what the most generous limit allows, `Min` the strictest, `Disabled` nothing. The
-    count moves only as far as every recommendation of the last `stabilization_window` allows.
+    count moves only as far as every recommendation of the last `stabilization_window` allows; None
+    derives the window from the cold start, for scaling down.
     """
 
-    stabilization_window: float
+    stabilization_window: float | None
     policies: tuple[StepLimit, ...] = ()
     select_policy: Literal["Max", "Min", "Disabled"] = "Max"
 
     def __post_init__(self) -> None:
-        window = self.stabilization_window
-        _require(0 <= window <= 3600, "stabilization_window", window, "0 to 3600")
+        _require(0 <= self.window <= 3600, "stabilization_window", self.window, "0 to 3600")
+
+    @property
+    def window(self) -> float:
+        """The stabilization window in seconds; 0 until it is derived."""
+        return self.stabilization_window or 0.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,7 +79,7 @@ DEFAULT_UP = ScalingRules(
     0.0, (StepLimit(StepKind.PERCENT, 100, 15.0), StepLimit(StepKind.PODS, 4, 15.0))
 )
 DEFAULT_DOWN = ScalingRules(
-    300.0, (StepLimit(StepKind.PERCENT, 25, 60.0), StepLimit(StepKind.PODS, 1, 60.0))
+    None, (StepLimit(StepKind.PERCENT, 25, 60.0), StepLimit(StepKind.PODS, 1, 60.0))
 )
 
 
@@ -88,7 +98,7 @@ class ScalingPolicy:
     max_replicas: int = 10
     drain_time: float = 30.0
     max_age: float = 10.0
-    utilization: float = 0.6
+    utilization: float = 0.7
     kv_utilization: float = 0.8
     tolerance: float = 0.1
     idle_time: float = 600.0
@@ -110,6 +120,16 @@ class ScalingPolicy:
         _require(0 <= self.tolerance < 1, "tolerance", self.tolerance, "0 to below 1")
         rate = self.engine_requests_per_second
         _require(rate is None or rate > 0, "engine_requests_per_second", rate, "above 0")
+
+    def for_cold_start(self, cold_start: float) -> "ScalingPolicy":
+        """The policy with the margins that depend on the `cold_start` in seconds.
+
+        An engine that takes longer to start again is kept longer.
+        """
+        if self.scale_down.stabilization_window is not None:
+            return self
+        window = min(LONGEST_WINDOW, max(SHORTEST_WINDOW, cold_start))
+        return replace(self, scale_down=replace(self.scale_down, stabilization_window=window))
 
     def clamp(self, replicas: int) -> int:
         return min(self.max_replicas, max(self.min_replicas, replicas))

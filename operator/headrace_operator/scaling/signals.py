@@ -9,7 +9,7 @@ from math import ceil
 
 from .forecast import forecast_load
 from .history import History
-from .observation import EngineSignals, QueueSignals, ScalingObservation
+from .observation import QueueSignals, ScalingObservation
 from .policy import ScalingPolicy
 from .reason import Signal
 
@@ -42,30 +42,23 @@ class _Work:
 def steady_estimates(
     seen: ScalingObservation, policy: ScalingPolicy, history: History
 ) -> tuple[Estimate, ...]:
-    """The engines that the present load needs if it continues."""
+    """The engines that the present load needs if it continues, and those that a surge of arrivals
+    needs one cold start from now."""
     found = []
     queue, engines = seen.queue, seen.engines
     speed = history.engine_requests or policy.engine_requests_per_second
-    if queue is not None and queue.arrival_rate is not None and speed:
-        needed = queue.arrival_rate / (speed * policy.utilization)
-        found.append(
-            Estimate(Signal.ARRIVALS, queue.arrival_rate, speed * policy.utilization, needed)
-        )
+    arriving = history.arrivals_ahead(history.cold_start or policy.cold_start)
+    if queue is not None and arriving is not None and speed:
+        target = speed * policy.utilization
+        found.append(Estimate(Signal.ARRIVALS, arriving, target, arriving / target))
     if engines is not None and engines.capacity > 0:
-        share = _busy_share(engines, queue, history)
+        # Not smoothed: the window for scaling down forgets a short peak, and a rise is urgent.
+        share = engines.running / engines.capacity
         needed = seen.ready * share / policy.utilization
         found.append(Estimate(Signal.RUNNING, share, policy.utilization, needed))
         full, most = engines.kv_utilization, policy.kv_utilization
         found.append(Estimate(Signal.KV_UTILIZATION, full, most, seen.ready * full / most))
     return tuple(found)
-
-
-def _busy_share(engines: EngineSignals, queue: QueueSignals | None, history: History) -> float:
-    """The busy share, smoothed unless work waits: earlier values must not hide full engines."""
-    smoothed = history.busy or 0.0
-    if queue is None or queue.waiting == 0:
-        return smoothed
-    return max(smoothed, engines.running / engines.capacity)
 
 
 def urgent_estimates(
@@ -78,7 +71,7 @@ def urgent_estimates(
     """The further engines that waiting work needs; 0 if the present and starting ones are
     enough."""
     found = []
-    arriving = queue.arrival_rate or 0.0
+    arriving = history.arrivals_ahead(0.0) or 0.0
     speed = history.engine_requests or policy.engine_requests_per_second
     if speed:
         work = _Work(queue.waiting, arriving, speed)

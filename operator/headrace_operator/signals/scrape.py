@@ -18,7 +18,7 @@ from prometheus_client.samples import Sample
 from ..errors import SignalsUnavailable
 from ..scaling.observation import QueueSignals
 from ..spec.model_service import ModelService
-from . import fetch
+from . import canary_metrics, fetch
 from .signals import (
     MODEL_LABEL,
     SAMPLE_NAMES,
@@ -40,6 +40,7 @@ logger = logging.getLogger(__name__)
 
 PAGES_AT_ONCE = 8  # in one reading; pages may be large, and pods are not trusted
 MAX_SAMPLES = 10_000  # of one model in one page
+_WANTED = SAMPLE_NAMES | canary_metrics.SAMPLE_NAMES
 MIN_RATE_WINDOW = 5.0  # seconds; in a shorter window a few requests give an extreme rate
 
 Gateways = Callable[[], Awaitable[Sequence[PodAddress]]]
@@ -122,6 +123,11 @@ class ScrapedSignals:
         memory.rates = rates(memory.counters, counters)
         memory.counters = counters
 
+    async def pages(self, model: str, pods: Sequence[PodAddress]) -> dict[str, Samples]:
+        """The metrics of the pods that answer, by pod."""
+        pages, _ = await self._pages(pods, model)
+        return pages
+
     async def _pages(
         self, addresses: Iterable[PodAddress], model: str
     ) -> tuple[dict[str, Samples], dict[str, str]]:
@@ -172,7 +178,7 @@ def parse(text: str, model: str) -> Samples:
 
 def _is_wanted(sample: Sample, model: str) -> bool:
     return (
-        sample.name in SAMPLE_NAMES
+        sample.name in _WANTED
         and sample.labels.get(MODEL_LABEL) == model
         and math.isfinite(sample.value)
     )

@@ -17,7 +17,8 @@ class Objectives:
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """One moment of a run: counts of engines and requests, and requests admitted per second."""
+    """One moment of a run: counts of engines and requests, and requests admitted per second since
+    the last sample."""
 
     at: float
     desired: int

@@ -16,8 +16,8 @@ from .result import Objectives, Sample, SimulationResult, Timings, quantiles
 from .scalers import SimulatedScaler
 from .workload import Trace
 
-RATE_WINDOW = 60.0
-"""Seconds over which rates are measured, as by a Prometheus `rate(...[1m])`."""
+RATE_WINDOW = 5.0
+"""Seconds over which rates are measured, as by the operator from two readings of pods' pages."""
 SAMPLE_EVERY = 60.0
 # Events at the same time run in this order.
 _ENGINE, _ARRIVAL, _READY, _SCALING = range(4)
@@ -60,6 +60,8 @@ class _Run:
         self._counters: deque[tuple[float, int, int, float]] = deque()
         self._ups = self._downs = self._most = 0
         self._samples: list[Sample] = []
+        self._sampled = 0
+        """Requests admitted until the last sample."""
 
     def result(self) -> SimulationResult:
         self._fleet.start_serving(self._setup.replicas, 0.0)
@@ -219,11 +221,14 @@ class _Run:
 
     def _sample(self, seen: ScalingObservation, wanted: int, now: float) -> Sample:
         assert seen.queue is not None, "a simulated queue is always seen"
+        previous = self._samples[-1].at if self._samples else 0.0
+        rate = (self._admitted - self._sampled) / (now - previous) if now > previous else 0.0
+        self._sampled = self._admitted
         return Sample(
             at=now,
             desired=wanted,
             ready=seen.ready,
             waiting=seen.queue.waiting,
             running=seen.queue.pending,
-            arrival_rate=seen.queue.arrival_rate or 0.0,
+            arrival_rate=rate,
         )

@@ -27,8 +27,6 @@ from .sections import (
     SpecSection,
 )
 
-MAX_TENSOR_PARALLEL_SIZE = 16  # the most GPUs that one node has
-
 
 class ModelServiceSpec(SpecSection):
     cel: ClassVar[tuple[tuple[str, str], ...]] = (
@@ -51,6 +49,11 @@ class ModelServiceSpec(SpecSection):
             "!has(self.sharing) || !has(self.engine) || !has(self.engine.tensorParallelSize) "
             "|| self.engine.tensorParallelSize == 1",
             "sharing does not support engine.tensorParallelSize above 1",
+        ),
+        (
+            "!has(self.canary) || !has(self.engine) || !has(self.engine.nodes) "
+            "|| self.engine.nodes == 1",
+            "canary does not support engine.nodes above 1; make a second ModelService for a trial",
         ),
     )
     model: ModelSpec
@@ -147,13 +150,8 @@ def _check_references(spec: ModelServiceSpec) -> None:
         raise InvalidSpec("spec.scaling.maxReplicas", spec.cel[2][1])
     if spec.sharing is not None and spec.engine.tensor_parallel_size != 1:
         raise InvalidSpec("spec.engine.tensorParallelSize", spec.cel[3][1])
-    size = spec.engine.tensor_parallel_size
-    if size > MAX_TENSOR_PARALLEL_SIZE:
-        raise InvalidSpec(
-            "spec.engine.tensorParallelSize",
-            f"{size} GPUs are more than a node has, and engines do not span nodes; use at most "
-            f"{MAX_TENSOR_PARALLEL_SIZE}",
-        )
+    if spec.canary is not None and spec.engine.nodes != 1:
+        raise InvalidSpec("spec.engine.nodes", spec.cel[4][1])
 
 
 def _invalid(problem: ErrorDetails) -> InvalidSpec:

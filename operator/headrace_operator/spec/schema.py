@@ -204,11 +204,24 @@ def status_schema() -> Schema:
         {
             "observedGeneration": _number("Generation of the spec that this is about."),
             "model": _text("Name under which clients ask for the model."),
-            "selector": _text("Labels of the engines' pods, for autoscalers."),
+            "selector": _text("Labels of the engines' pods, one of each, for autoscalers."),
             "replicas": _number("Engines that there are, ready or not, canaries left out."),
             "readyReplicas": _number("Those of them that take requests."),
             "desiredReplicas": _number("Engines that there should be."),
             "canaryReplicas": _number("Engines of the canary that there are."),
+            "canary": _object(
+                "The canary and how it does; absent without one.",
+                {
+                    "image": _text("Its engine image, if it has one of its own."),
+                    "revision": _text("Its hub revision, if it has one of its own."),
+                    "rolledBack": {
+                        "type": "boolean",
+                        "description": "Whether it was stopped because it was worse.",
+                    },
+                    "reason": _text("How it does, in one word."),
+                    "message": _text("The same, with the figures."),
+                },
+            ),
             "asleepReplicas": _number(
                 "Engines that sleep while those of another ModelService have their accelerator."
             ),
@@ -250,7 +263,7 @@ def status_schema() -> Schema:
                 "items": _object(
                     "One of them.",
                     {
-                        "pod": _text("Its pod."),
+                        "pod": _text("Its pod; of several the one of node 0."),
                         "engine": _text("Its id in the queue."),
                         "since": _time("Since when."),
                     },

@@ -26,6 +26,8 @@ from .forms import (
     VariableName,
 )
 
+MAX_RANKS_OF_A_NODE = 16  # the most GPUs that one machine has
+
 Opaque = dict[str, Any]
 """An object of Kubernetes' own API, passed on as it is; the API server checks it."""
 
@@ -129,7 +131,8 @@ class ModelSpec(SpecSection):
 
 class GpuSpec(SpecSection):
     count: int | None = Field(None, ge=1, le=16)
-    """GPUs of one engine; as many as tensorParallelSize, which it may be left to."""
+    """GPUs of one engine, in all its pods together; as many as tensorParallelSize, which it may be
+    left to."""
     resource_name: str = Field("nvidia.com/gpu", min_length=1, max_length=253)
     """Extended resource to ask for, as nvidia.com/mig-3g.40gb."""
     product: str | None = Field(None, min_length=1, max_length=63)
@@ -297,6 +300,17 @@ class EngineSpec(SpecSection):
             "(has(self.tensorParallelSize) ? self.tensorParallelSize : 1)",
             "gpu.count must be tensorParallelSize, or be left out",
         ),
+        (
+            "(has(self.tensorParallelSize) ? self.tensorParallelSize : 1) "
+            "% (has(self.nodes) ? self.nodes : 1) == 0",
+            "tensorParallelSize must be a multiple of nodes: each node runs as many processes",
+        ),
+        (
+            "(has(self.tensorParallelSize) ? self.tensorParallelSize : 1) "
+            f"<= {MAX_RANKS_OF_A_NODE} * (has(self.nodes) ? self.nodes : 1)",
+            f"tensorParallelSize must be at most {MAX_RANKS_OF_A_NODE} for each of the nodes, as "
+            "many GPUs as a machine has: raise nodes",
+        ),
     )
     image: str | None = Field(None, min_length=1, max_length=1024)
     """Image of the engine; it sees all that its pod does. The operator's default where absent."""
@@ -305,12 +319,16 @@ class EngineSpec(SpecSection):
     image_pull_secrets: tuple[ObjectName, ...] = Field((), max_length=32, strict=False)
     """Names of Secrets with registry credentials."""
     resources: ResourcesSpec = ResourcesSpec()
-    """CPU and memory. GPUs are asked for by `gpu`."""
+    """CPU and memory of each pod. GPUs are asked for by `gpu`."""
     gpu: GpuSpec | None = None
     """GPUs of one engine; without it the engine runs on the CPU."""
     tensor_parallel_size: int = Field(1, ge=1, le=64)
     """Processes of an engine that share one copy of the model: each has one of its `gpu`, or some
-    of its cores. Engines do not span nodes: at most 16."""
+    of its cores. At most 16 for each of its `nodes`."""
+    nodes: int = Field(1, ge=1, le=64)
+    """Pods of one engine, which share its tensorParallelSize processes equally: for models that are
+    too large for one machine. Several pods are made by LeaderWorkerSet if the cluster has it, else
+    by StatefulSets."""
     enable_expert_parallel: bool = False
     """Whether each of these processes has whole experts of a mixture, instead of a part of every
     expert."""
@@ -333,7 +351,8 @@ class EngineSpec(SpecSection):
     startup_timeout_seconds: int = Field(1800, ge=10, le=86400)
     """How long loading the model may take before the engine is restarted."""
     rollout: RolloutSpec = RolloutSpec()
-    """How a change reaches the engines. By default a new one is ready before an old one goes."""
+    """How a change reaches the engines. By default a new one is ready before an old one goes.
+    StatefulSets always replace one engine after the other."""
     node_selector: dict[str, str] = Field(default_factory=dict)
     """Node labels that engines need."""
     tolerations: tuple[Opaque, ...] = Field((), strict=False)
@@ -358,6 +377,19 @@ class EngineSpec(SpecSection):
         if self.gpu is not None and self.gpu.count not in (None, self.tensor_parallel_size):
             raise ValueError(self.cel[0][1])
         return self
+
+    @model_validator(mode="after")
+    def _as_many_on_each_node(self) -> "EngineSpec":
+        if self.tensor_parallel_size % self.nodes:
+            raise ValueError(self.cel[1][1])
+        if self.ranks_of_a_node > MAX_RANKS_OF_A_NODE:
+            raise ValueError(self.cel[2][1])
+        return self
+
+    @property
+    def ranks_of_a_node(self) -> int:
+        """The processes in one pod."""
+        return self.tensor_parallel_size // self.nodes
 
 
 class DrainSpec(SpecSection):
@@ -400,17 +432,33 @@ class DeletionSpec(SpecSection):
     engines."""
 
 
+class CanaryAnalysisSpec(SpecSection):
+    rollback: bool = True
+    """Stop a canary that is worse than the stable engines. It starts again when its image or
+    revision changes."""
+    min_requests: int = Field(50, ge=1, le=1_000_000)
+    """Requests that must have ended on each side before they are compared."""
+    max_error_percent: float = Field(5.0, ge=0, le=100)
+    """Percentage points by which more of the canary's requests may fail."""
+    max_latency_ratio: float = Field(2.0, ge=1, le=1000)
+    """How many times as long its mean time to first token and per output token may be."""
+
+
 class CanarySpec(SpecSection):
     cel: ClassVar[tuple[tuple[str, str], ...]] = (
         ("has(self.image) || has(self.revision)", "a canary needs an image or a revision"),
     )
     replicas: int = Field(1, ge=0, le=1000)
-    """Engines of the new revision. They share the queue, so their share of the engines is the
-    canary's share of the requests."""
+    """Engines of the canary."""
+    traffic_percent: int = Field(10, ge=0, le=100)
+    """Share of the new requests that the canary's engines get, however many they are. A change
+    restarts nothing."""
     image: str | None = Field(None, min_length=1, max_length=1024)
     """Engine image of the canary."""
     revision: str | None = Field(None, min_length=1, max_length=128)
     """Hub revision of the canary's model."""
+    analysis: CanaryAnalysisSpec = CanaryAnalysisSpec()
+    """How it is compared with the stable engines."""
 
     @model_validator(mode="after")
     def _differs(self) -> "CanarySpec":

@@ -12,6 +12,7 @@ import time
 from collections import Counter, OrderedDict
 from collections.abc import Awaitable, Callable, Coroutine
 from contextlib import aclosing
+from dataclasses import replace
 from typing import Any
 
 from headrace_common.errors import BackendUnavailable, FailureCode, HeadraceError, RequestConflict
@@ -47,6 +48,7 @@ CALM = 0.002  # Seconds. If frames are further apart, they need not be handled t
 
 Place = Callable[[GenerateRequest], Awaitable[Placement | None]]
 CountShards = Callable[[str], Awaitable[int]]
+ChooseSide = Callable[[GenerateRequest], Awaitable[str]]
 
 
 class GenerationClient:
@@ -54,8 +56,9 @@ class GenerationClient:
 
     `clock` gives Unix seconds, for deadlines; `monotonic` seconds, for waiting. `place` says which
     engines suit a request best; without it any engine may take it. `shards` says how many shards a
-    model's queue has, each with its part of `limits`; without it one. `history` notes what becomes
-    of requests. Use from one event loop.
+    model's queue has, each with its part of `limits`; without it one. `side` says which side of
+    engines a request is for during a canary; without it the stable one. `history` notes what
+    becomes of requests. Use from one event loop.
     """
 
     def __init__(
@@ -66,6 +69,7 @@ class GenerationClient:
         config: ClientConfig | None = None,
         place: Place | None = None,
         shards: CountShards | None = None,
+        side: ChooseSide | None = None,
         monotonic: Callable[[], float] = time.monotonic,
         history: RequestHistory | None = None,
     ) -> None:
@@ -73,6 +77,7 @@ class GenerationClient:
         self._place = place
         self._history = history
         self._shards = shards
+        self._side = side
         self.ignored: Counter[str] = Counter()  # replies dropped, by reason
         self._limits = limits
         self._clock = clock
@@ -153,6 +158,8 @@ class GenerationClient:
 
         Raises QueueFull, RequestConflict, BackendUnavailable.
         """
+        if self._side is not None:
+            request = replace(request, variant=await self._side(request))
         placement = None if self._place is None else await self._place(request)
         shards = 1 if self._shards is None else await self._shards(request.model)
         if request.request_id in self._active:

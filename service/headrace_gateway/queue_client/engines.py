@@ -6,6 +6,8 @@ from collections.abc import Callable, Sequence
 from headrace_common.errors import BackendUnavailable
 from headrace_common.protocol.base import EngineStatus
 from headrace_common.protocol.shards import shards_of
+from headrace_common.protocol.variants import CANARY, STABLE, side_of
+from headrace_common.wire.messages import GenerateRequest
 
 from .ports import EngineList
 
@@ -19,6 +21,7 @@ class EngineDirectory:
         self._queue = queue
         self._clock = clock
         self._known: dict[str, tuple[float, Sequence[EngineStatus]]] = {}
+        self._percents: dict[str, float] = {}  # of models with a canary
 
     async def engines(self, model: str) -> Sequence[EngineStatus]:
         """Returns the model's engines. Raises BackendUnavailable."""
@@ -26,8 +29,18 @@ class EngineDirectory:
         now = self._clock()
         if now - taken_at >= LIFETIME_S:
             engines = await self._queue.engines(model)
+            if any(engine.variant == CANARY for engine in engines):
+                self._percents[model] = await self._queue.canary_percent(model)
             self._known[model] = (now, engines)
         return engines
+
+    async def side(self, request: GenerateRequest) -> str:
+        """Returns the side of engines that a new request is for; the stable one if unknown."""
+        try:
+            engines = await self.engines(request.model)
+        except BackendUnavailable:
+            return STABLE
+        return side_of(request.request_id, self._percents.get(request.model, 0.0), engines)
 
     async def shards(self, model: str) -> int:
         """Returns the number of shards that new requests go to; 1 if it is not known."""

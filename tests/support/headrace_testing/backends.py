@@ -19,8 +19,10 @@ from headrace_common.protocol.redis.gateway import RedisGatewayQueue
 from headrace_common.protocol.redis.registry import RedisModelRegistry
 from headrace_common.protocol.redis.sharded_engine import ShardedEngineQueue
 from headrace_common.protocol.redis.store import RedisRequestStore
+from headrace_common.protocol.redis.variants import RedisCanary
 from headrace_common.protocol.registry import ModelRegistry
 from headrace_common.protocol.store import RequestStore
+from headrace_common.protocol.variants import EngineSide
 from headrace_common.sampling.params import SamplingParams
 from headrace_common.sealing.aes import AesSealer
 from headrace_common.sealing.keyring import Keyring
@@ -46,7 +48,11 @@ class Backend(Protocol):
     def gateway(self, name: str = "g", *, ahead: float = 0.0) -> GatewayQueue:
         """A gateway on a machine whose clock is `ahead` seconds fast."""
 
-    def engine(self, name: str = "e", *, lease_ms: int = 60_000) -> EngineQueue: ...
+    def engine(
+        self, name: str = "e", *, lease_ms: int = 60_000, side: EngineSide | None = None
+    ) -> EngineQueue: ...
+
+    async def set_canary_percent(self, percent: float | None) -> None: ...
 
     def registry(self) -> ModelRegistry: ...
 
@@ -78,11 +84,18 @@ class InMemory:
     def gateway(self, name: str = "g", *, ahead: float = 0.0) -> GatewayQueue:
         return MemoryGatewayQueue(self.store, name, lambda: self.store.clock() + ahead)
 
-    def engine(self, name: str = "e", *, lease_ms: int = 60_000) -> EngineQueue:
+    def engine(
+        self, name: str = "e", *, lease_ms: int = 60_000, side: EngineSide | None = None
+    ) -> EngineQueue:
         def shard(number: int) -> ShardQueue:
-            return MemoryEngineQueue(self.store, name, MODEL, shard=number, lease_ms=lease_ms)
+            return MemoryEngineQueue(
+                self.store, name, MODEL, shard=number, lease_ms=lease_ms, side=side
+            )
 
         return ShardedEngineQueue(shard, self.shards, reap_every=0.0, share_every=0.0)
+
+    async def set_canary_percent(self, percent: float | None) -> None:
+        self.store.shard(MODEL).canary_percent = percent
 
     def registry(self) -> ModelRegistry:
         return MemoryModelRegistry(self.store)
@@ -147,11 +160,18 @@ class OverRedis:
         connection.clock = RedisClock(lambda: time.time() + ahead)
         return RedisGatewayQueue(connection, name, shards=shards, models=[MODEL])
 
-    def engine(self, name: str = "e", *, lease_ms: int = 60_000) -> EngineQueue:
+    async def set_canary_percent(self, percent: float | None) -> None:
+        await RedisCanary(self.connect()).set_percent(MODEL, percent)
+
+    def engine(
+        self, name: str = "e", *, lease_ms: int = 60_000, side: EngineSide | None = None
+    ) -> EngineQueue:
         connection = self.connect("engine")
 
         def shard(number: int) -> ShardQueue:
-            return RedisEngineQueue(connection, name, MODEL, shard=number, lease_ms=lease_ms)
+            return RedisEngineQueue(
+                connection, name, MODEL, shard=number, lease_ms=lease_ms, side=side
+            )
 
         queue = ShardedEngineQueue(shard, self.shards, reap_every=0.0, share_every=0.0)
         self._engines.append(queue)

@@ -28,7 +28,7 @@ TESTS = (
         f"{ENGINE}{folder}/test_{name}.py"
         for folder, names in {
             "attention": ("attention", "cpu_attention", "fp8_kv", "latents", "triton_attention"),
-            "kernels": ("kernels", "small_batch_gemm"),
+            "kernels": ("blocks", "kernels", "small_batch_gemm"),
             "lora": ("triton_lora",),
             "models": ("deterministic", "encoders", "fused", "models", "quantization", "rotary"),
             "offline": ("embeddings",),

@@ -20,9 +20,18 @@ def _e2e(*names: str) -> tuple[str, ...]:
 TOGETHER: Mapping[str, tuple[str, ...]] = {
     "forked": (
         "test_chaos/test_faults.py",
-        *_e2e("adapter_rounds", "checkpoints", "costly_grammars", "discovery"),
-        *_e2e("disaggregated_prefill", "images", "lora"),
         *_e2e(
+            "adapter_rounds",
+            "canary",
+            "checkpoints",
+            "costly_grammars",
+            "disaggregated_prefill",
+            "discovery",
+            "images",
+            "lora",
+        ),
+        *_e2e(
+            "nodes",
             "placement",
             "policies",
             "previous_release",

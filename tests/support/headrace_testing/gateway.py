@@ -107,6 +107,9 @@ class ScriptedEngine:
             raise self.unreachable
         return [status for status in self.statuses if status.model == model]
 
+    async def canary_percent(self, model: str) -> float:
+        return 0.0
+
     async def queue_position(self, request_id: str, model: str) -> QueuePosition | None:
         if self.unreachable is not None:
             raise self.unreachable

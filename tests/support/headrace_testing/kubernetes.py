@@ -21,6 +21,7 @@ READY_POD = [{"type": "Ready", "status": "True"}]
 _KINDS = {
     "headrace.dev/v1alpha1/modelservices": "ModelService",
     "apps/v1/deployments": "Deployment",
+    "apps/v1/statefulsets": "StatefulSet",
     # kopf waits for the next two fields, though it does not read them
     "v1/namespaces": "Namespace",
     "apiextensions.k8s.io/v1/customresourcedefinitions": "CustomResourceDefinition",
@@ -31,6 +32,7 @@ _KINDS = {
     "v1/secrets": "Secret",
     "v1/persistentvolumeclaims": "PersistentVolumeClaim",
     "v1/events": "Event",
+    "v1/nodes": "Node",
     "policy/v1/poddisruptionbudgets": "PodDisruptionBudget",
     "networking.k8s.io/v1/networkpolicies": "NetworkPolicy",
     "autoscaling/v2/horizontalpodautoscalers": "HorizontalPodAutoscaler",
@@ -48,12 +50,16 @@ class ApiServer(kmock.KubernetesEmulator):
         self.written: list[tuple[str, str, Manifest]] = []
         self._numbers = itertools.count(1)
         for resource, kind in _KINDS.items():
-            self.resources[resource] = kmock.ResourceInfo(
-                kind=kind,
-                singular=kind.lower(),
-                namespaced=True,
-                verbs={"get", "list", "watch", "create", "patch", "update", "delete"},
-            )
+            self.install(resource, kind)
+
+    def install(self, resource: str, kind: str) -> None:
+        """Serves a kind, as after its definition was created."""
+        self.resources[resource] = kmock.ResourceInfo(
+            kind=kind,
+            singular=kind.lower(),
+            namespaced=kind != "Node",
+            verbs={"get", "list", "watch", "create", "patch", "update", "delete"},
+        )
 
     async def _handle(self, request: Any) -> web.StreamResponse:
         if request.resource is None:
@@ -130,7 +136,7 @@ class ApiServer(kmock.KubernetesEmulator):
     async def store(self, resource: Any, body: Manifest) -> None:
         """Stores an object as if a user had created it."""
         meta = body["metadata"]
-        key = (resource, meta["namespace"], meta["name"])
+        key = (resource, meta.get("namespace"), meta["name"])
         if key in self._objects and self._objects[key].deleted:
             self._objects[key].create(body)
         else:
@@ -191,6 +197,13 @@ class User:
         async with self.session.patch(target, json=change, headers=headers) as reply:
             reply.raise_for_status()
 
+    async def add_node(self, name: str, *taints: str) -> None:
+        """Adds a node with these taints."""
+        spec = {"taints": [{"key": key, "effect": "NoSchedule"} for key in taints]}
+        body = {"apiVersion": "v1", "kind": "Node", "metadata": {"name": name}, "spec": spec}
+        async with self.session.post(f"{self.url}/api/v1/nodes", json=body) as reply:
+            reply.raise_for_status()
+
     async def change_spec(self, name: str, change: Mapping[str, Any]) -> None:
         await self.patch(names.API_VERSION, names.PLURAL, name, {"spec": change})
 
@@ -229,9 +242,11 @@ def pod(
     track: str = names.STABLE,
     ip: str = "127.0.0.1",
     port: int = names.METRICS_PORT,
+    node: str = "node",
     conditions: Sequence[Mapping[str, str]] | None = None,
+    labels: Mapping[str, str] | None = None,
 ) -> Manifest:
-    """A running engine pod of a ModelService."""
+    """A running engine pod of a ModelService, with further labels."""
     if conditions is None:
         conditions = READY_POD if ready else []
     return {
@@ -240,16 +255,30 @@ def pod(
         "metadata": {
             "name": name,
             "namespace": NAMESPACE,
-            "labels": {**names.labels(service), names.TRACK: track},
+            "labels": {**names.labels(service), names.TRACK: track, **(labels or {})},
             "creationTimestamp": "2026-01-01T00:00:00Z",
         },
         "spec": {
+            "nodeName": node,
             "containers": [
                 {
                     "name": names.CONTAINER,
                     "ports": [{"name": names.METRICS_PORT_NAME, "containerPort": port}],
                 }
-            ]
+            ],
         },
         "status": {"phase": "Running", "podIP": ip, "conditions": list(conditions)},
     }
+
+
+def set_pod(service: str, index: int, rank: int, *, ready: bool = True) -> Manifest:
+    """The pod of node `rank` of engine `index`, as its StatefulSet makes it."""
+    labels = {names.POD_INDEX: str(index), names.NODE_RANK: str(rank)}
+    return pod(f"{service}-engine-n{rank}-{index}", service, ready=ready, labels=labels)
+
+
+def group_pod(service: str, index: int, rank: int, *, ready: bool = True) -> Manifest:
+    """The pod of node `rank` of engine `index`, as LeaderWorkerSet makes it."""
+    labels = {names.GROUP_INDEX: str(index), names.WORKER_INDEX: str(rank)}
+    name = f"{service}-engine-{index}" + (f"-{rank}" if rank else "")
+    return pod(name, service, ready=ready, labels=labels)

@@ -1,8 +1,9 @@
 """The operator for tests: real except for signals and clock, and with a queue in memory."""
 
 import asyncio
+import math
 import threading
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 
@@ -15,19 +16,22 @@ from headrace_common.protocol.adapter_control import AdapterControl
 from headrace_common.protocol.base import EngineStatus
 from headrace_common.protocol.live import ScalingDecision
 from headrace_common.protocol.registry import RegisteredModel, digest_of
+from headrace_operator import names
 from headrace_operator.app.controller import Controller
-from headrace_operator.app.handlers import configure, register
+from headrace_operator.app.handlers import configure, register, register_nodes
 from headrace_operator.cleaning.registry_cleaner import RegistryCleaner
 from headrace_operator.cluster.cluster import Cluster
 from headrace_operator.errors import SignalsUnavailable
 from headrace_operator.reconciliation.adapter_sync import AdapterSync
+from headrace_operator.reconciliation.canary_sync import CanarySync
+from headrace_operator.reconciliation.node_notices import NodeNotices
 from headrace_operator.reconciliation.reconciler import Reconciler
 from headrace_operator.reconciliation.recorder import Recorder
 from headrace_operator.reconciliation.registrations import Registrations
 from headrace_operator.reconciliation.scaler import Scaler
 from headrace_operator.reconciliation.scaling_history import ScalingHistories
 from headrace_operator.scaling.observation import EngineSignals, QueueSignals
-from headrace_operator.signals.signals import PodAddress, Signals
+from headrace_operator.signals.signals import PodAddress, Samples, Signals
 from headrace_operator.spec.model_service import ModelService
 from headrace_operator.spec.prometheus_urls import PrometheusUrls
 from headrace_operator.spec.reserved import Reserved
@@ -50,8 +54,11 @@ class Scene:
     engines: int = 1
     statuses: list[EngineStatus] = field(default_factory=list)
     drained: list[str] = field(default_factory=list)
+    notices: list[tuple[str, float]] = field(default_factory=list)  # of drained engines
     recalled: list[str] = field(default_factory=list)
     shown: dict[str, ScalingDecision] = field(default_factory=dict)
+    metrics: dict[str, Samples] = field(default_factory=dict)  # of engines, by pod
+    percents: dict[str, float | None] = field(default_factory=dict)  # of canaries
     backend: MemoryBackend = field(default_factory=MemoryBackend)
     prometheus_urls: PrometheusUrls = field(default_factory=PrometheusUrls)
     reserved: Reserved = Reserved(NAMESPACE)
@@ -78,6 +85,14 @@ class Scene:
         engines = EngineSignals(running=self.running, capacity=64 * max(1, self.engines))
         return Signals(at=self.now - self.age, queue=queue, engines=engines)
 
+    async def set_percent(self, model: str, percent: float | None) -> None:
+        if self.queue_down:
+            raise BackendUnavailable("redis: connection refused")
+        self.percents[model] = percent
+
+    async def pages(self, model: str, pods: Sequence[PodAddress]) -> Mapping[str, Samples]:
+        return {each.pod: self.metrics[each.pod] for each in pods if each.pod in self.metrics}
+
     async def write(self, model: str, decision: ScalingDecision) -> None:
         if self.queue_down:
             raise BackendUnavailable("redis: connection refused")
@@ -98,8 +113,9 @@ class Directory:
             raise BackendUnavailable("redis: connection refused")
         return self.scene.statuses
 
-    async def drain(self, engine_id: str, model: str) -> None:
+    async def drain(self, engine_id: str, model: str, within: float = math.inf) -> None:
         self.scene.drained.append(engine_id)
+        self.scene.notices.append((engine_id, within))
 
     async def recall(self, engine_id: str, model: str) -> None:
         self.scene.recalled.append(engine_id)
@@ -133,16 +149,18 @@ def engine_status(
 
 
 @asynccontextmanager
-async def operator(user: User, scene: Scene) -> AsyncIterator[set[tuple[str, str]]]:
-    """Runs the operator, with short intervals, until the block ends; yields the keys that it
-    manages.
+async def operator(
+    user: User, scene: Scene, interval: float = 0.05
+) -> AsyncIterator[set[tuple[str, str]]]:
+    """Runs the operator until the block ends; yields the keys that it manages. Without an event it
+    reconciles every `interval` seconds.
 
     It runs in a thread with its own event loop: kopf waits at its end for every task of its loop,
     and the API server's would be among them.
     """
     stop, keys = threading.Event(), set[tuple[str, str]]()
     running = asyncio.create_task(
-        asyncio.to_thread(lambda: asyncio.run(_operate(user.url, scene, stop, keys)))
+        asyncio.to_thread(lambda: asyncio.run(_operate(user.url, scene, stop, keys, interval)))
     )
     try:
         yield keys
@@ -152,12 +170,13 @@ async def operator(user: User, scene: Scene) -> AsyncIterator[set[tuple[str, str
 
 
 async def _operate(
-    url: str, scene: Scene, stop: threading.Event, keys: set[tuple[str, str]]
+    url: str, scene: Scene, stop: threading.Event, keys: set[tuple[str, str]], interval: float
 ) -> None:
     cluster = Cluster(Configuration(host=url))
     histories = ScalingHistories(cluster)
     directory = Directory(scene)
-    scaler = Scaler(cluster, scene, directory, histories)
+    notices = NodeNotices(cluster, directory, NAMESPACE)
+    scaler = Scaler(cluster, scene, directory, histories, notices)
     recorder = Recorder(telemetry.disabled().meter)
     registrations = Registrations(cluster, scene.registry, NAMESPACE)
     reconciler = Reconciler(
@@ -174,13 +193,22 @@ async def _operate(
             AdapterControl(MemoryAdapterSets(scene.backend), directory.engines, scene.clock),
             lambda _model: asyncio.sleep(0),
         ),
+        canaries=CanarySync(scene, scene),
     )
     cleaner = RegistryCleaner(cluster, scene.registry, directory, NAMESPACE, scene.clock)
-    controller = _Watched(keys, reconciler.reconcile, interval=0.05, gap=0.01)
+    controller = _Watched(keys, reconciler.reconcile, interval=interval, gap=0.01)
     registry, settings = kopf.OperatorRegistry(), kopf.OperatorSettings()
     configure(settings)
     settings.queueing.idle_timeout = settings.queueing.exit_timeout = 0.05
-    register(registry, controller, reconciler, [cleaner], 0.05)
+    register(
+        registry,
+        controller,
+        reconciler,
+        [cleaner],
+        0.05,
+        leader_worker_sets=await cluster.serves(names.LEADER_WORKER_SETS),
+    )
+    register_nodes(registry, notices)
 
     @kopf.on.login(registry=registry)
     def log_in(**_: object) -> kopf.ConnectionInfo:

@@ -2,7 +2,7 @@
 
     make test-pythons ARGS="3.13 --whole"
 
-Each Python has its own environment, such as `.venvs/3.13`, with the packages of constraints.txt.
+Each Python has its own environment, such as `.venvs/3.13`, with the packages of `make install-dev`.
 """
 
 import argparse
@@ -110,31 +110,13 @@ def is_version(python: Path, version: str) -> bool:
 
 
 def prepare(environment: Path, python: Path) -> None:
-    """Makes an environment, again if the declared packages have changed, and the kernels for all
-    CPUs.
+    """Makes an environment with the Makefile's rules, again if the declared packages have changed.
 
     Raises CalledProcessError.
     """
-    stamp = environment / ".installed"
-    declared = (ROOT / "pyproject.toml").stat().st_mtime, (ROOT / "constraints.txt").stat().st_mtime
-    if not stamp.exists() or stamp.stat().st_mtime < max(declared):
-        for step in steps(str(environment), str(python)):
-            subprocess.run(step, cwd=ROOT, check=True)
-        stamp.touch()
-    build = str(environment / "bin/python"), "-m", "headrace_engine.kernels.cpu.build", "--all"
-    subprocess.run(build, cwd=ROOT, check=True)
-
-
-def steps(environment: str, python: str) -> tuple[list[str], list[str]]:
-    """The commands that make an environment and fill it; uv takes a tenth of pip's time. Compiles
-    to bytecode, as pip does: tests start hundreds of processes."""
-    program = f"{environment}/bin/python"
-    packages = ["--quiet", "-c", "constraints.txt", "-e", ".[dev,sdks]"]
-    if uv := shutil.which("uv"):
-        make = [uv, "venv", "--quiet", "--clear", "--python", python, environment]
-        return make, [uv, "pip", "install", "--compile-bytecode", "--python", program, *packages]
-    make = [python, "-m", "venv", "--clear", environment]
-    return make, [program, "-m", "pip", "install", *packages]
+    command = ["make", "--no-print-directory", "install-dev"]
+    named = [f"VENV={environment.relative_to(ROOT)}", f"PYTHON={python}"]
+    subprocess.run([*command, *named], cwd=ROOT, check=True)
 
 
 def read(report: Path) -> Result | str:

@@ -1,10 +1,12 @@
 """Ranks in threads of this process: with real weights and real collectives, and no processes to
 start."""
 
+from collections.abc import Mapping
 from contextlib import suppress
 from multiprocessing import Pipe
 from pathlib import Path
 from threading import Thread
+from types import MappingProxyType
 from typing import Any
 
 from headrace_engine.distributed import commands
@@ -20,6 +22,9 @@ LIMIT_S = 60.0
 
 class RankThread:
     """Starts ranks as threads: `ModelRunner(config, launch=RankThread)`."""
+
+    host: str | None = None
+    settings: Mapping[str, Any] = MappingProxyType({})
 
     def __init__(self, rank: int, size: int, on_end: OnEnd) -> None:
         self.rank, self._size, self._on_end = rank, size, on_end

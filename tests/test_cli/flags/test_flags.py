@@ -115,6 +115,7 @@ def test_a_file_of_keys_means_that_requests_need_one(tmp_path: Path) -> None:
         ("--policy-options x", "--policy-options x: is not valid: give JSON"),
         ("--metrics-port 1", "--metrics-port cannot be given to `headrace up`: "),
         ("--redis-url redis://x", "use --redis"),
+        ("--node-rank 1 --nnodes 2", "--node-rank 1 has no gateway .*: use `headrace engine`"),
     ],
 )
 def test_wrong_flags_are_named_before_anything_starts(words: str, told: str) -> None:

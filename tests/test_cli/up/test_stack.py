@@ -61,6 +61,13 @@ def test_a_name_that_requests_cannot_carry_is_refused() -> None:
         EngineSettings(model="headrace-demo", served_model_name="x" * 257)
 
 
+def test_one_engine_at_most_has_several_nodes() -> None:
+    arguments = ProcessArguments(nnodes=2, tensor_parallel_size=2)
+    assert UpConfig(arguments=arguments).engines == 1
+    with pytest.raises(UsageError, match="--engines 2 cannot share the port"):
+        UpConfig(engines=2, arguments=arguments)
+
+
 def test_gateway_and_engine_agree_on_queue_and_model() -> None:
     config = UpConfig(model="/models/m", served_model_name="name")
     engine = engine_env(0, config, HostResources())

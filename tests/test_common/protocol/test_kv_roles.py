@@ -6,9 +6,16 @@ from typing import Any
 
 import pytest
 
-from headrace_common.protocol.base import EngineStatus, Lease, QueueLimits, TakeBounds
+from headrace_common.protocol.base import (
+    EngineQueue,
+    EngineStatus,
+    Lease,
+    QueueLimits,
+    TakeBounds,
+)
 from headrace_common.protocol.kv_roles import Fleet, KVRole, able_to_take
 from headrace_common.protocol.prefix_routing import placement_of
+from headrace_common.protocol.variants import CANARY, STABLE, EngineSide
 from headrace_common.wire.messages import GenerateRequest
 from headrace_testing.backends import Backend, make_request, make_status
 
@@ -87,6 +94,18 @@ def test_requests_are_placed_only_with_engines_that_take_them() -> None:
         assert {each.engine_id[0] for each in placement.candidates} == {kind}
 
 
+def test_the_sides_of_a_canary_have_roles_of_their_own() -> None:
+    """A prompt of a canary without producers is placed with its consumers."""
+    fleet = [engine(f"p{n}", KVRole.PRODUCER) for n in range(2)]
+    fleet += [engine(f"c{n}", KVRole.CONSUMER, variant=CANARY) for n in range(2)]
+    for variant, kind in (("", "p"), (CANARY, "c")):
+        for tokens in (4, 40):
+            request = replace(prompt_of(tokens), variant=variant)
+            placement = placement_of(request, fleet, prefix_tokens=4, load_factor=1.25, hold_ms=100)
+            assert placement is not None
+            assert {each.engine_id[0] for each in placement.candidates} == {kind}
+
+
 async def test_each_engine_takes_what_is_within_its_bounds(backend: Backend) -> None:
     producer, consumer = backend.engine("p"), backend.engine("c")
     producer.limit(PRODUCES)
@@ -125,6 +144,30 @@ async def test_a_handed_over_request_goes_to_an_engine_that_goes_on_with_it(
     assert await producer.reap(4) == []
     (lease,) = await consumer.reap(4)
     assert (ids([lease]), lease.attempt, lease.recovered) == ([rid], 2, True)
+
+
+async def test_a_handed_over_request_keeps_its_side(backend: Backend) -> None:
+    def of(name: str, variant: str, bounds: TakeBounds) -> EngineQueue:
+        made = backend.engine(name, side=EngineSide(variant, f"{variant}-weights"))
+        made.limit(bounds)
+        return made
+
+    producer = of("p", CANARY, PRODUCES)
+    producer_of_side, consumer = of("q", CANARY, PRODUCES), of("c", CANARY, CONSUMES)
+    stable = [of("s", STABLE, CONSUMES), of("t", STABLE, TakeBounds())]
+    requests = [replace(prompt_of(tokens), variant=CANARY) for tokens in (40, 4)]
+    long, short = await admitted(backend, *requests)
+    for each in stable:
+        assert await each.take(4) == []
+    assert ids(await producer.take(4)) == [long]
+
+    await producer.give_back([long], handed_over=True)
+
+    for each in (*stable, producer_of_side):
+        assert await each.reap(4) == []
+    (lease,) = await consumer.reap(4)
+    assert (ids([lease]), lease.recovered, lease.foreign) == ([long], True, False)
+    assert ids(await consumer.take(4)) == [short]
 
 
 async def test_a_producer_goes_on_itself_after_the_hold_or_without_consumers(

@@ -170,11 +170,14 @@ async def test_an_operator_without_keys_can_only_drain_and_recall_an_engine(
 ) -> None:
     engine, operator = redis_backend.engine(), gateway_of(redis_backend, NULL_SEALER)
     await operator.send("e", MODEL, Resume(request_id="0.r", attempt=1, choices=()))
-    await operator.send("e", MODEL, Drain())
+    await operator.send("e", MODEL, Drain(within_ms=5000))
     await operator.send("e", MODEL, Recall())
 
     controls = engine.controls()
-    assert [await anext(controls), await anext(controls)] == [Drain(), Recall()]
+    assert [await anext(controls), await anext(controls)] == [
+        Drain(within_ms=5000),
+        Recall(),
+    ]
 
 
 # Stores

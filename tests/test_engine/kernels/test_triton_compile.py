@@ -42,6 +42,11 @@ MORE = {
     "Ada, fp8": ({"small_batch_float8_kernel"}, {"round_rows_kernel"}),
 }
 
+# Kernels whose loops are tested; to disassemble one takes as long as to compile it.
+MEMORY_LOOPS = "decode_kernel", "small_batch_kernel", "small_batch_silu_kernel", "grouped_kernel"
+PACKED_LOOPS = ("packed_linear_kernel", "grouped_packed_kernel")
+LOOPS = (*MEMORY_LOOPS, *PACKED_LOOPS, "prefill_kernel")
+
 # The kernels of recurrent layers, in every variant.
 RECURRENT = {
     *("gated_delta_kernel", "delta_chunk_kernel", "delta_states_kernel", "delta_gate_kernel"),
@@ -77,7 +82,7 @@ def compiled() -> Compiled:
     runs = {}
     for name in (*RUNS, OVERLAPPING):
         capability, shape = RUNS.get(name, (90, "8b"))
-        more = {"Hopper": ["--loops"], OVERLAPPING: [OVERLAPPING]}.get(name, [])
+        more = {"Hopper": ["--loops", *LOOPS], OVERLAPPING: [OVERLAPPING]}.get(name, [])
         wanted = ["--capability", str(capability), "--shape", shape]
         runs[name] = ["--json", "--brief", *wanted, *more]
     for name, (arguments, _) in RECURRENT_RUNS.items():
@@ -138,15 +143,10 @@ def test_loops_leave_multiprocessors_time_to_wait_for_memory(compiled: Compiled)
         one["kernel"]: [loop for loop in (Loop(**fields) for fields in one["loops"]) if loop.tensor]
         for one in compiled["Hopper"]
     }
-    for kernel in (
-        "decode_kernel",
-        "small_batch_kernel",
-        "small_batch_silu_kernel",
-        "grouped_kernel",
-    ):
+    for kernel in MEMORY_LOOPS:
         (loop,) = found[kernel]
         assert loop.share < 0.55 and max(loop.issue, loop.arithmetic) < loop.memory / 4
-    for kernel in ("packed_linear_kernel", "grouped_packed_kernel"):
+    for kernel in PACKED_LOOPS:
         (loop,) = found[kernel]
         assert max(loop.issue, loop.arithmetic) < 0.55 * loop.memory, "4 bits have to be widened"
     inner, diagonal = found["prefill_kernel"]

@@ -31,6 +31,7 @@ from headrace_engine.models.linear.native_linear import NativeLinear
 from headrace_testing.checkpoints import VOCAB, save_checkpoint
 from headrace_testing.cpu_levels import chosen_sets
 from headrace_testing.engines import make_runner
+from headrace_testing.gguf_checkpoints import save_gguf
 from headrace_testing.quantized import gptq, save_quantized
 
 Runs = tuple[tuple[int, int], ...]
@@ -329,6 +330,36 @@ def test_a_mixture_stored_in_4_bits_has_only_the_rounding_errors_of_activations(
     layers = runner.model._weights.linears
     assert sum(layer.zeros is not None for layer in layers.values()) > 0.8 * len(layers)
     assert error(logits_of(runner, MIXED), exact) < 0.07
+
+
+@pytest.mark.parametrize(
+    ("kind", "dtype", "most"),
+    [("Q8_0", "bfloat16", 0.05), ("Q4_K", "bfloat16", 0.05), ("Q4_K", "float32", 1e-4)],
+)
+@pytest.mark.parametrize("name", ["llama", "qwen2", "qwen3-moe"])
+def test_a_gguf_file_keeps_its_blocks(
+    name: str, kind: str, dtype: str, most: float, isa: str, tmp_path: Path
+) -> None:
+    """All matrices but routers, also the embedding, and in steps that are computed layer by
+    layer."""
+    sparse = {"mlp_only_layers": [], "norm_topk_prob": True, "moe_intermediate_size": 256}
+    file, whole = save_gguf(
+        tmp_path,
+        name,
+        lambda tensor: "F32" if "gate_inp" in tensor else "Q6_K" if "attn_v" in tensor else kind,
+        **(sparse if "moe" in name else {}),
+    )
+    exact = logits_of(make_runner(whole), MIXED)
+    runner = make_runner(file, attention_backend="cpu", dtype=dtype)
+    assert isinstance(runner.model, FusedDecoder)
+    weights = runner.model._weights
+    packed = {name[0] for name, layer in weights.linears.items() if layer.panels is not None}
+    routers = {name[0] for name in weights.linears if name[0].endswith("mlp.gate.weight")}
+    assert packed | routers == {name[0] for name in weights.linears}
+    assert "model.embed_tokens.weight" in packed and len(weights.tensors) < len(packed)
+    assert error(logits_of(runner, MIXED), exact) < most
+    if dtype == "float32":  # in bfloat16 a router may choose another expert
+        assert error(logits_of(runner, MIXED, runner.model._layered), exact) < most
 
 
 def test_many_threads_share_short_loops(isa: str) -> None:

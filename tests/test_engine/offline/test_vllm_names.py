@@ -194,6 +194,8 @@ def test_the_older_name_of_structured_outputs(llm: LLM) -> None:
     assert found.outputs[0].text in ("yes", "no")
     with pytest.raises(SamplingError, match="give only one"):
         SamplingParams(guided_decoding=choice, structured_outputs=choice)
+    with pytest.raises(SamplingError, match="must be StructuredOutputsParams, not 'yes'"):
+        SamplingParams(guided_decoding="yes")  # type: ignore[arg-type]
 
 
 def test_prompts_are_cut_at_their_beginning(llm: LLM) -> None:

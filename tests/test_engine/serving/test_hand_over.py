@@ -143,6 +143,16 @@ async def test_without_other_engines_a_producer_keeps_everything(rig: Rig) -> No
     rig.queue.limit.assert_called_with(TakeBounds())
 
 
+async def test_engines_of_the_other_side_of_a_canary_do_not_count(rig: Rig) -> None:
+    rig.queue.engines.return_value = [status("c", KVRole.CONSUMER, variant="canary")]
+    rig.run("a")
+
+    await rig.hand_over.look()
+
+    assert rig.written == []
+    rig.queue.limit.assert_called_with(TakeBounds())
+
+
 async def test_a_request_that_ended_meanwhile_is_not_given_back(rig: Rig) -> None:
     rig.run("a")
     await rig.hand_over.look()

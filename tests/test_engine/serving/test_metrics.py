@@ -191,6 +191,10 @@ def test_steps_requests_and_tokens_are_counted(telemetry: Telemetry) -> None:
     assert value(families, phase, phase="queue") == 2.0
     assert value(families, phase, phase="prefill") == 1.0
     assert value(families, phase, phase="decode") == 4.0
+    side = {"variant": "stable", "gen_ai_request_model": "demo"}
+    assert value(families, "headrace_engine_requests_ended_total", error_type="", **side) == 1
+    assert value(families, "headrace_engine_time_to_first_token_seconds_sum", **side) == 3.0
+    assert value(families, "headrace_engine_time_per_output_token_seconds_sum", **side) == 0.5
     assert {
         metric.prometheus_name
         for metric in names.ENGINE_METRICS

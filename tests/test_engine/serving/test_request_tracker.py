@@ -320,6 +320,32 @@ async def test_a_request_whose_images_cannot_be_read_fails(
     assert rig.runs == []
 
 
+async def test_an_answer_of_other_weights_is_left_to_its_side(rig: Rig) -> None:
+    await rig.begin(lease("a", recovered=True, foreign=True))
+    await rig.answer("a", 5, 6)
+
+    rig.queue.give_back.assert_awaited_once_with(["a"], for_own_side=True)
+    rig.queue.resume.assert_not_awaited()
+    assert rig.runs == []
+    assert len(rig.tracker.requests) == 0
+
+
+async def test_an_answer_whose_side_is_gone_for_good_fails(rig: Rig) -> None:
+    await rig.begin(lease("a", recovered=True, foreign=True, abandoned=True))
+    await rig.answer("a", 5, 6)
+
+    assert rig.failures == [FailureCode.LOST]
+    assert rig.runs == []
+
+
+async def test_an_answer_of_other_weights_that_has_not_begun_starts_here(rig: Rig) -> None:
+    await rig.begin(lease("a", recovered=True, foreign=True))
+    await rig.answer("a")
+
+    assert [run.request_id[0] for run in rig.runs] == ["a"]
+    rig.queue.give_back.assert_not_awaited()
+
+
 async def test_a_suspect_waits_until_it_is_alone(rig: Rig) -> None:
     await rig.begin(lease("a"), lease("suspect", recovered=True, suspect=True))
     assert rig.tracker.has_suspect and rig.takeovers == []

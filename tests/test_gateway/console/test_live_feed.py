@@ -30,6 +30,9 @@ class Fleet:
     async def engines(self, model: str) -> Sequence[EngineStatus]:
         return self.statuses
 
+    async def canary_percent(self, model: str) -> float:
+        return 0.0
+
     async def depth(self, model: str) -> QueueDepth:
         self.reads += 1
         if self.failure is not None:

@@ -103,6 +103,9 @@ class Away:
     async def engines(self, model: str) -> list[EngineStatus]:
         raise BackendUnavailable("redis: connection refused")
 
+    async def canary_percent(self, model: str) -> float:
+        raise BackendUnavailable("redis: connection refused")
+
 
 async def test_ids_need_no_redis() -> None:
     ids = RequestIds(EngineDirectory(Away()))

@@ -10,6 +10,7 @@ from typing import Any
 from headrace_common.protocol.adapters import decode_set
 from headrace_operator import names
 from headrace_operator.scaling.reason import Reason
+from headrace_operator.signals.signals import Samples
 from headrace_testing.kubernetes import User, pod
 from headrace_testing.model_services import HUB, body
 from headrace_testing.operators import Scene, engine_status, operator, register_model
@@ -359,9 +360,90 @@ async def test_a_canary_comes_and_goes(user: User, scene: Scene) -> None:
     async with operator(user, scene):
         await user.create(body(canary={"revision": "def456", "replicas": 1}))
         await until(lambda: replicas(user, "qwen-engine-canary") == 1)
+        await until(lambda: scene.percents.get("qwen") == 10)
+        await user.change_spec("qwen", {"canary": {"trafficPercent": 25}})
+        await until(lambda: scene.percents["qwen"] == 25)
         await user.change_spec("qwen", {"canary": None})
         await until(lambda: replicas(user, "qwen-engine-canary") is None)
+        await until(lambda: scene.percents["qwen"] is None)
         assert replicas(user) == 1
+
+
+async def test_engines_on_a_node_that_ends_hand_over_and_are_not_recalled(
+    user: User, scene: Scene
+) -> None:
+    scene.statuses = [engine_status("p", running=3), engine_status("q")]
+    await user.create(pod("p", "qwen", node="spot-1"))
+    await user.create(pod("q", "qwen", node="spot-2"))
+    async with operator(user, scene):
+        await user.create(body(scaling={"minReplicas": 2, "maxReplicas": 2}))
+        await until(lambda: replicas(user) == 2)
+        assert scene.drained == []
+
+        await user.add_node("spot-1", "aws-node-termination-handler/spot-itn")
+        await user.add_node("spot-3", "node.kubernetes.io/unschedulable")
+        await until(lambda: scene.drained)
+        assert scene.notices[0] == ("p.1.abc", 120.0)
+        scene.statuses = [engine_status("p", draining=True), engine_status("q")]
+        scene.drained.clear()
+        await user.change_spec("qwen", {"scaling": {"minReplicas": 3, "maxReplicas": 3}})
+        await until(lambda: replicas(user) == 3)
+
+    assert scene.recalled == []
+    assert scene.drained == []
+
+
+def served(requests: int, errors: int) -> Samples:
+    """An engine's page after so many requests, some of which have failed."""
+    return {
+        "headrace_engine_requests_ended_total": [
+            ({"error_type": ""}, requests - errors),
+            ({"error_type": "internal_error"}, errors),
+        ]
+    }
+
+
+async def test_a_canary_that_fails_requests_is_rolled_back_by_itself(
+    user: User, scene: Scene
+) -> None:
+    await user.create(pod("old", "qwen"))
+    await user.create(pod("new", "qwen", track="canary"))
+    scene.metrics = {"old": served(1000, 0), "new": served(0, 0)}
+    async with operator(user, scene):
+        await user.create(body(canary={"image": "engine:2", "trafficPercent": 20}))
+        await until(lambda: scene.percents.get("qwen") == 20)
+        await until(lambda: status(user).get("canary", {}).get("reason") == "Comparing")
+        scene.metrics = {"old": served(1100, 1), "new": served(60, 20)}
+        await until(lambda: scene.percents["qwen"] is None)
+        await until(lambda: replicas(user, "qwen-engine-canary") == 0)
+        await until(lambda: status(user)["canary"]["rolledBack"])
+        conditions = user.server.conditions("qwen")
+        assert conditions["CanaryHealthy"] == ("False", "CanaryFailsRequests")
+        assert conditions["Degraded"][0] == "False", "the stable engines serve"
+        assert "33.3%" in status(user)["canary"]["message"]
+        assert "CanaryFailsRequests" in user.server.events()
+        assert replicas(user) == 1
+
+    scene.metrics = {}
+    async with operator(user, scene):  # another process knows it from the status
+        await user.change_spec("qwen", {"canary": {"trafficPercent": 30}})
+        await until(lambda: "qwen" in scene.shown)
+        assert replicas(user, "qwen-engine-canary") == 0
+        await user.change_spec("qwen", {"canary": {"image": "engine:3"}})
+        await until(lambda: replicas(user, "qwen-engine-canary") == 1)
+        await until(lambda: scene.percents["qwen"] == 30)
+
+
+async def test_a_canary_that_does_not_run_is_rolled_back(user: User, scene: Scene) -> None:
+    broken = pod("new", "qwen", track="canary", ready=False)
+    waiting = {"reason": "ImagePullBackOff", "message": "no such image"}
+    broken["status"]["containerStatuses"] = [{"name": "engine", "state": {"waiting": waiting}}]
+    await user.create(broken)
+    async with operator(user, scene):
+        await user.create(body(canary={"image": "engine:2"}))
+        await until(lambda: status(user).get("canary", {}).get("rolledBack"))
+        assert status(user)["canary"]["reason"] == "CanaryDoesNotRun"
+        await until(lambda: replicas(user, "qwen-engine-canary") == 0)
 
 
 async def test_a_foreign_object_of_a_childs_name_is_not_deleted(user: User, scene: Scene) -> None:

@@ -1,9 +1,19 @@
 """The engine that is removed first, and the end of its drain; with properties of random fleets."""
 
+from dataclasses import replace
+
 from hypothesis import given
 from hypothesis import strategies as st
 
-from headrace_operator.cluster.drain import Draining, EnginePod, choose, plan
+from headrace_operator.cluster.drain import (
+    Draining,
+    DrainPlan,
+    EnginePod,
+    choose,
+    highest_kept,
+    plan,
+    plan_from_top,
+)
 from headrace_testing.operators import engine_status
 
 
@@ -107,3 +117,54 @@ def test_a_plan_never_takes_more_than_the_surplus(
     assert len(leaving) == max(0, min(surplus, len(pods)))
     assert len({v.pod for v in leaving}) == len(leaving)
     assert {v.pod for v in draining} <= {v.pod for v in (*leaving, *found.cancelled)}
+
+
+def numbered(index: int, *, running: int | None = 0, draining: bool = False) -> EnginePod:
+    each = pod(f"e{index}", running=running, draining=draining)
+    return replace(each, index=index)
+
+
+def from_top(
+    pods: list[EnginePod], draining: list[Draining], desired: int, now: float = 5
+) -> tuple[DrainPlan, int]:
+    found = plan_from_top(pods, draining, deployed=4, desired=desired, now=now, timeout=60)
+    return found, highest_kept(pods, found, desired=desired)
+
+
+def test_of_engines_with_numbers_the_highest_go_however_busy() -> None:
+    pods = [numbered(0), numbered(1), numbered(2, running=9), numbered(3, running=7)]
+    found, kept = from_top(pods, [], 2)
+    assert [v.pod for v in found.start] == ["e3", "e2"]
+    assert found.engines_to_drain(pods) == ("e3.1.abc", "e2.1.abc")
+    assert kept == 4
+
+
+def test_the_count_goes_down_only_to_an_engine_that_drains_still() -> None:
+    first = [numbered(0), numbered(1), numbered(2, running=9, draining=True)]
+    top = numbered(3, draining=True)
+    victims = [victim("e2"), victim("e3")]
+    found, kept = from_top([*first, top], victims, 2)
+    assert [v.pod for v in found.ended] == ["e3"]
+    assert ([v.pod for v in found.waiting], kept) == (["e2"], 3)
+    idle = [*first[:2], numbered(2, draining=True), numbered(3, running=1, draining=True)]
+    found, kept = from_top(idle, victims, 2)
+    assert [v.pod for v in found.waiting] == ["e3", "e2"], "3 is above 2"
+    assert kept == 4
+    assert from_top(idle, victims, 2, now=60)[1] == 2, "the time is over"
+
+
+def test_an_engine_without_a_pod_holds_nothing_up() -> None:
+    pods = [numbered(0), numbered(1), numbered(2, running=3)]
+    found, kept = from_top(pods, [], 2)
+    assert ([v.pod for v in found.start], kept) == (["e2"], 3)
+    assert from_top(pods[:2], [], 2)[1] == 2
+    starting = [*pods[:2], numbered(2, running=None), numbered(3, running=None)]
+    assert from_top(starting, [], 2)[1] == 2
+
+
+def test_of_engines_with_numbers_the_lowest_victim_stays_when_more_are_wanted() -> None:
+    pods = [numbered(n, running=3, draining=n > 1) for n in range(4)]
+    found, kept = from_top(pods, [victim("e2", 1), victim("e3", 2)], 3)
+    assert ([v.pod for v in found.waiting], kept) == (["e3"], 4)
+    assert [v.pod for v in found.cancelled] == ["e2"]
+    assert len(from_top(pods, [victim("e2", 1), victim("e3", 2)], 5)[0].cancelled) == 2

@@ -427,14 +427,15 @@ def test_a_canary_differs_only_in_image_and_revision() -> None:
     assert found["metadata"]["name"] == "qwen-engine-canary"
     assert found["spec"]["replicas"] == 2
     assert spec_of(found)["containers"][0]["image"] == "engine:2"
-    assert {"name": "HEADRACE_ENGINE_REVISION", "value": "def"} in spec_of(found)["containers"][0][
-        "env"
-    ]
-    assert {"name": "HEADRACE_ENGINE_REGISTER_MODEL", "value": "false"} in spec_of(found)[
-        "containers"
-    ][0]["env"]
+    environment = spec_of(found)["containers"][0]["env"]
+    assert {"name": "HEADRACE_ENGINE_REVISION", "value": "def"} in environment
+    assert {"name": "HEADRACE_ENGINE_VARIANT", "value": "canary"} in environment
+    assert {"name": "HEADRACE_ENGINE_REGISTER_MODEL", "value": "false"} in environment
     assert found["spec"]["selector"] != stable["spec"]["selector"]
     assert canary_of(service(), PLATFORM) is None
+    stopped = canary_of(owner, PLATFORM, stopped=True)
+    assert stopped is not None
+    assert stopped["spec"]["replicas"] == 0
 
 
 def test_only_the_companions_of_the_spec_are_made() -> None:

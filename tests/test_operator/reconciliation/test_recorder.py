@@ -7,13 +7,15 @@ import pytest
 from prometheus_client import Metric
 
 from headrace_common.observability.telemetry import Telemetry, setup
+from headrace_operator.desired.workloads import WorkloadKind
+from headrace_operator.reconciliation.engine_pods import Engine, engines
 from headrace_operator.reconciliation.recorder import Recorder
 from headrace_operator.reconciliation.status import Observations
 from headrace_operator.scaling.decision import Decision
 from headrace_operator.scaling.history import History
 from headrace_operator.scaling.reason import Reason, Signal
 from headrace_operator.scaling.signals import Estimate
-from headrace_testing.kubernetes import pod
+from headrace_testing.kubernetes import pod, set_pod
 from headrace_testing.model_services import service
 from headrace_testing.telemetry import scrape, value
 
@@ -85,12 +87,49 @@ def test_reconciliations_are_counted_by_result(telemetry: Telemetry) -> None:
     assert value(found, name, result="ok", gen_ai_request_model="Qwen") == 1
 
 
+def singles(*pods: dict[str, Any]) -> list[Engine]:
+    return engines(pods, WorkloadKind.DEPLOYMENT, 1)
+
+
 def test_a_cold_start_is_measured_once(telemetry: Telemetry) -> None:
     recorder = Recorder(telemetry.meter)
-    recorder.record_starts(service(), [started("old"), pod("new", "qwen", ready=False)])
+    starting = pod("new", "qwen", ready=False)
+    recorder.record_starts(service(), singles(started("old"), starting))
     for _ in range(2):
-        recorder.record_starts(service(), [started("old"), started("new")])
-    recorder.record_starts(service(), [started("new", "2026-01-01T05:00:00Z")])
+        recorder.record_starts(service(), singles(started("old"), started("new")))
+    recorder.record_starts(service(), singles(started("new", "2026-01-01T05:00:00Z")))
     found, name = page(telemetry), "headrace_operator_cold_start_duration_seconds"
     assert value(found, f"{name}_count", **WHERE) == 1
     assert value(found, f"{name}_sum", **WHERE) == 90
+
+
+def test_an_engine_of_several_pods_is_one_cold_start_and_another_after_it_lost_a_pod(
+    telemetry: Telemetry,
+) -> None:
+    recorder = Recorder(telemetry.meter)
+    first, second = set_pod("qwen", 0, 0, ready=False), set_pod("qwen", 0, 1, ready=False)
+
+    def look() -> None:
+        found = engines([first, second], WorkloadKind.STATEFUL_SET, 2)
+        recorder.record_starts(service(), found)
+
+    def become_ready(pod: dict[str, Any], at: str) -> None:
+        pod["status"]["conditions"] = [
+            {"type": "Ready", "status": "True", "lastTransitionTime": f"2026-01-01T{at}Z"}
+        ]
+
+    look()
+    become_ready(first, "00:01:00")
+    look()
+    become_ready(second, "00:01:10")
+    look()
+    found, name = page(telemetry), "headrace_operator_cold_start_duration_seconds"
+    assert value(found, f"{name}_count", **WHERE) == 1
+    assert value(found, f"{name}_sum", **WHERE) == 70
+    second["metadata"]["creationTimestamp"] = "2026-01-01T02:00:00Z"
+    become_ready(first, "02:00:30")
+    become_ready(second, "02:00:20")
+    look()
+    found = page(telemetry)
+    assert value(found, f"{name}_count", **WHERE) == 2
+    assert value(found, f"{name}_sum", **WHERE) == 100

@@ -146,7 +146,7 @@ def test_a_small_deviation_changes_nothing() -> None:
 
 
 def test_scaling_down_waits_for_the_window_and_goes_in_steps() -> None:
-    history, count, counts = History(), 8, []
+    history, count, counts = History(cold_start=300.0), 8, []
     for step in range(45):
         now = 15.0 * step
         decision = decide(see(count, at=now, share=0.0625), POLICY, history, now)
@@ -162,17 +162,54 @@ def test_scaling_down_waits_for_the_window_and_goes_in_steps() -> None:
 
 
 def test_one_busy_moment_keeps_the_engines_for_a_window() -> None:
-    history, counts = History(), []
+    history, counts = History(cold_start=300.0), []
     for step in range(40):
         now = 15.0 * step
         share = 0.5 if step == 15 else 0.05
-        seen = see(4, at=now, arrival_rate=4 * share, share=0.05)
+        seen = see(4, at=now, share=share)
         decision = decide(seen, POLICY, history, now)
         history = replace(decision.history, replicas=4)
         counts.append(decision.replicas)
 
     assert counts[15:35] == [4] * 20
     assert counts[36] < 4
+
+
+@pytest.mark.parametrize(("start", "kept"), [(10.0, 120), (200.0, 200), (900.0, 300)])
+def test_an_engine_is_kept_as_long_as_a_start_takes_within_bounds(start: float, kept: int) -> None:
+    history, counts = History(cold_start=start), []
+    for now in range(0, 400, 10):
+        share = 0.5 if now == 0 else 0.05
+        decision = decide(see(4, at=now, share=share), POLICY, history, now)
+        history = replace(decision.history, replicas=4)
+        counts.append(decision.replicas)
+
+    assert 10 * next(step for step, count in enumerate(counts) if count < 4) == kept
+
+
+def rising(policy: ScalingPolicy, step: float, cold_start: float) -> int:
+    """The count that is wanted 30 s after arrivals began to rise by `step` a second every 5 s."""
+    history = History(cold_start=cold_start)
+    for tick in range(60):
+        now, rate = 5.0 * tick, 4.0 + step * max(0, tick - 53)
+        decision = decide(see(8, at=now, arrival_rate=rate, share=0.25), policy, history, now)
+        history = decision.history
+    return decision.wanted
+
+
+def test_a_surge_is_continued_for_as_long_as_a_start_takes() -> None:
+    free = replace(POLICY, scale_down=FREE)
+
+    calm, soon, late = (rising(free, *given) for given in ((0.0, 60), (0.5, 10), (0.5, 60)))
+
+    assert calm == 8
+    assert calm < soon < late
+
+
+def test_arrivals_within_their_noise_are_no_surge() -> None:
+    history = History(arrivals=4.0, surge=4.4)
+
+    assert history.arrivals_ahead(60.0) == 4.0
 
 
 def test_steps_up_are_limited_per_period() -> None:

@@ -56,8 +56,20 @@ def test_the_served_name_may_differ_from_the_object() -> None:
         ({"engine": {"gpu": {"count": 0}}}, "spec.engine.gpu.count", "0 is wrong"),
         (
             {"engine": {"tensorParallelSize": 32}},
-            "spec.engine.tensorParallelSize",
-            "do not span nodes; use at most 16",
+            "spec.engine",
+            "at most 16 for each of the nodes",
+        ),
+        (
+            {"engine": {"tensorParallelSize": 4, "nodes": 3}},
+            "spec.engine",
+            "must be a multiple of nodes",
+        ),
+        ({"engine": {"nodes": 2}}, "spec.engine", "must be a multiple of nodes"),
+        ({"engine": {"nodes": 0}}, "spec.engine.nodes", "0 is wrong"),
+        (
+            {"engine": {"tensorParallelSize": 2, "nodes": 2}, "canary": {"image": "r/m:2"}},
+            "spec.engine.nodes",
+            "canary does not support engine.nodes above 1",
         ),
         (
             {"engine": {"gpu": {"count": 2}, "tensorParallelSize": 4}},
@@ -219,7 +231,42 @@ def test_rules_of_sections_are_rules_of_the_schema() -> None:
     spec = schema.spec_schema()
     found = [rule for node in _walk(spec) for rule in node.get("x-kubernetes-validations", ())]
     ours = {rule["message"] for rule in found if "messageExpression" not in rule}
-    assert len(ours) == 14
+    assert len(ours) == 17
+
+
+@pytest.mark.parametrize(
+    ("engine", "taken"),
+    [
+        ({}, True),
+        ({"nodes": 2}, False),
+        ({"tensorParallelSize": 16}, True),
+        ({"tensorParallelSize": 17}, False),
+        ({"tensorParallelSize": 32, "nodes": 2}, True),
+        ({"tensorParallelSize": 64, "nodes": 2}, False),
+        ({"tensorParallelSize": 6, "nodes": 4}, False),
+    ],
+)
+def test_the_api_server_and_the_operator_take_the_same_nodes(
+    engine: dict[str, int], taken: bool
+) -> None:
+    rules = schema.spec_schema()["properties"]["engine"]["x-kubernetes-validations"]
+    assert all(evaluate(rule["rule"], {"self": engine}) for rule in rules) is taken
+    try:
+        service(engine=engine)
+    except InvalidSpec:
+        assert not taken
+    else:
+        assert taken
+
+
+def test_the_api_server_refuses_a_canary_of_engines_that_span_nodes() -> None:
+    rules = schema.spec_schema()["x-kubernetes-validations"]
+    (rule,) = (each["rule"] for each in rules if each["message"].startswith("canary does not"))
+    canary: dict[str, Any] = {"image": "r/m:2"}
+    two: dict[str, Any] = {"nodes": 2, "tensorParallelSize": 2}
+    assert not evaluate(rule, {"self": {"canary": canary, "engine": two}})
+    assert evaluate(rule, {"self": {"engine": two}})
+    assert evaluate(rule, {"self": {"canary": canary, "engine": {"nodes": 1}}})
 
 
 def test_no_error_shows_a_regular_expression() -> None:
@@ -264,8 +311,10 @@ def test_engine_settings_are_those_of_the_engine() -> None:
     operator sets, or that differ between a model's engines."""
     own = {"redis_url", "model", "revision", "served_model_name", "queue_shards", "drain_timeout"}
     own |= {"metrics_host", "metrics_port", "metrics_fd", "owner", "register_model"}
-    own |= {"after_drain", "hold_waiting", "display_name"}
+    own |= {"after_drain", "hold_waiting", "display_name", "variant"}
     own |= {"tensor_parallel_size", "enable_expert_parallel"}
+    own |= {"nnodes", "node_rank", "master_addr", "master_port"}
+    own |= {"node_secret_file", "node_timeout"}
     own |= {"redis_credentials", "sealing_keys_file", "sealing_mode"}
     own |= {"enable_lora", "lora_modules", "max_loras", "max_lora_rank", "max_cpu_loras"}
     own |= {"lora_dir", "lora_hub", "lora_experts"}

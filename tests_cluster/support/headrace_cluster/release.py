@@ -119,10 +119,11 @@ def installation(*flags: str) -> Iterator[Release]:
 
 @dataclass(frozen=True, slots=True)
 class Service:
-    """A ModelService of a release."""
+    """A ModelService of a release, whose engines have a pod on each of `nodes`."""
 
     release: Release
     name: str
+    nodes: int = 1
 
     @property
     def kubectl(self) -> Kubectl:
@@ -152,7 +153,7 @@ class Service:
         self.kubectl.patch("modelservice", self.name, {"spec": spec})
 
     def engines(self) -> list[str]:
-        """The names of engine pods that are not ending."""
+        """The names of engine pods, of every node, that are not ending."""
         return sorted(
             pod["metadata"]["name"]
             for pod in self.kubectl.items("pods", self.selector)
@@ -170,7 +171,7 @@ class Service:
                 and status.get("readyReplicas") == engines
                 and status.get("replicas") == engines
                 and self.condition("Progressing").get("status") == "False"
-                and len(self.engines()) == engines
+                and len(self.engines()) == engines * self.nodes
             )
 
         until(settled, f"{self.name} to have {engines} ready engines", PATIENCE_S)
@@ -183,8 +184,8 @@ class Service:
     def remains(self) -> list[str]:
         """The kinds and names of the objects that the operator has made for it."""
         found = []
-        for kind in ("deployments", "pods", "services", "serviceaccounts", "configmaps",
-                     "poddisruptionbudgets", "networkpolicies"):  # fmt: skip
+        for kind in ("deployments", "statefulsets", "pods", "services", "serviceaccounts",
+                     "configmaps", "poddisruptionbudgets", "networkpolicies"):  # fmt: skip
             found += [f"{kind}/{name}" for name in self.kubectl.names(kind, self.selector)]
         return found
 

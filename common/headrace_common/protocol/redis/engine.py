@@ -53,6 +53,7 @@ from ..ledger import AttemptUsage
 from ..requests import check_shard
 from ..shards import SHARD_FIELDS, shard_note, shards_kept
 from ..status import encode_status
+from ..variants import EngineSide
 from .client.client import Command, RedisClient, backoff
 from .client.connection import Connection, check_backend, translate
 from .framing import frames_of
@@ -61,6 +62,7 @@ from .journal import JournalReader, entry_id
 from .sealing_check import SealingCheck
 from .statuses import read_statuses
 from .stream_reader import entries
+from .variants import SideBeats
 
 logger = logging.getLogger(__name__)
 
@@ -71,7 +73,10 @@ SWEEP_EVERY = 20  # reaps between two removals of consumers whose engines are go
 
 
 class RedisEngineQueue:
-    """A ShardQueue over Redis. `lease_ms` is how long the engine may be silent."""
+    """A ShardQueue over Redis. `lease_ms` is how long the engine may be silent.
+
+    `side` is one object for all shards; None: a stable engine of a model that never has a canary.
+    """
 
     def __init__(
         self,
@@ -81,6 +86,7 @@ class RedisEngineQueue:
         *,
         shard: int = keys.DEFAULT_SHARD,
         lease_ms: int = keys.LEASE_MS,
+        side: EngineSide | None = None,
     ) -> None:
         self.engine_id = engine_id
         self.shard = shard
@@ -102,6 +108,8 @@ class RedisEngineQueue:
         self._sealer = connection.sealer
         self._adapters: tuple[str, ...] = ()
         self._bounds = TakeBounds()
+        self._side = side or EngineSide(alone=True)
+        self._side_beats = SideBeats(self._side, self._keys.canary, lease_ms)
         # Whether this connection's user may read the shared stream of control messages.
         self._reads_shared: tuple[RedisClient, bool] | None = None
 
@@ -144,6 +152,7 @@ class RedisEngineQueue:
                 self._bounds.fewest,
                 -1 if self._bounds.most is None else self._bounds.most,
                 int(self._bounds.hold * 1000),
+                *self._side_args(),
                 *self._adapters,
             ],
         )
@@ -172,10 +181,16 @@ class RedisEngineQueue:
                 int(sweep),
                 keys.ENDED_TTL_MS,
                 0 if self._bounds.handed_over else int(self._bounds.hold * 1000),
+                *self._side_args(),
+                int(self._side.canary_wanted),
                 *self._adapters,
             ],
         )
         return await self._leases(found, endings)
+
+    def _side_args(self) -> list[str | int]:
+        """The arguments of variants.lua."""
+        return [self._side.variant, self._side.weights, int(self._side.alone)]
 
     async def _leases(self, found: list[Any], endings: list[Any]) -> list[Lease]:
         replies: dict[str, list[Reply]] = {}
@@ -302,10 +317,13 @@ class RedisEngineQueue:
 
     async def _publish_status(self, status: EngineStatus) -> None:
         name = self._keys.status(self.engine_id)
-        await self._pipeline(
+        now = self._connection.clock.now_ms()
+        _, _, *found = await self._pipeline(
             ("SET", name, encode_status(status), "PX", self._lease_ms),
             ("SADD", self._keys.engines, self.engine_id),
+            *self._side_beats.commands(now, takes_work=status.takes_work),
         )
+        self._side_beats.learn(found, now)
         await self._connection.measure_clock(name)
 
     async def tell_shards(self, shards: int) -> int:
@@ -337,14 +355,20 @@ class RedisEngineQueue:
             lambda: self._connection.client.pipeline(commands), tries=TRIES
         )
 
-    async def give_back(self, request_ids: Sequence[str], *, handed_over: bool = False) -> None:
-        shard = self._keys
+    async def give_back(
+        self,
+        request_ids: Sequence[str],
+        *,
+        for_own_side: bool = False,
+        handed_over: bool = False,
+    ) -> None:
+        shard, flags = self._keys, (int(for_own_side), int(handed_over))
         await self._run_many(
             "giveback",
             [
                 (
                     [shard.record(rid), shard.wakeups, *shard.queues],
-                    [rid, self.engine_id, "", 1, int(handed_over)],
+                    [rid, self.engine_id, "", 1, *flags],
                 )
                 for rid in request_ids
             ],
@@ -367,6 +391,7 @@ class RedisEngineQueue:
 
     async def resume(self, request_id: str, attempt: int, choices: Sequence[ChoiceState]) -> bool:
         args: list[Any] = [self.engine_id, attempt, keys.GRACE_MS]
+        args += [self._side.variant, self._side.weights]
         writer = f"{self.engine_id}/{attempt}"
         for number, choice in enumerate(choices):
             args += self._journaled(choice, (self._model, request_id, writer, number), 0)
@@ -522,7 +547,7 @@ def _refused(request_id: str, attempt: int, error: MessageError) -> Failed:
 
 def _lease(item: list[Any], payload: bytes) -> Lease:
     """Raises MessageError."""
-    _, attempt, gateway, recovered, suspect, _, placed, waited, left = item
+    _, attempt, gateway, recovered, suspect, _, placed, waited, left, whose = item
     request = decode_request(payload)
     if request.request_id != item[0].decode():
         raise MessageError("the request's id is not the one it was queued under")
@@ -535,6 +560,8 @@ def _lease(item: list[Any], payload: bytes) -> Lease:
         placed=placed == 1 if placed else None,
         waited=waited / 1000,
         left=left / 1000,
+        foreign=whose > 0,
+        abandoned=whose > 1,
     )
 
 

@@ -53,6 +53,7 @@ from .queue_position import requests_ahead
 from .sealing_check import SealingCheck
 from .statuses import read_statuses
 from .stream_reader import entries
+from .variants import RedisCanary
 
 logger = logging.getLogger(__name__)
 
@@ -214,6 +215,7 @@ class RedisGatewayQueue:
             request.lora or "",
             self._ledger,
             required_adapter(request),
+            request.variant,
             *where,
         ]
         names = [shard.record(rid), shard.payload(rid), shard.journal(rid), shard.stats]
@@ -424,7 +426,7 @@ class RedisGatewayQueue:
         await self._connection.run(
             "giveback",
             [shard.record(request_id), shard.wakeups, *shard.queues],
-            [request_id, engine_id, attempt, 0],
+            [request_id, engine_id, attempt, 0, 0, 0],
             tries=TRIES,
         )
 
@@ -464,6 +466,9 @@ class RedisGatewayQueue:
 
     async def engines(self, model: str) -> Sequence[EngineStatus]:
         return await read_statuses(self._pipeline, model)
+
+    async def canary_percent(self, model: str) -> float:
+        return await RedisCanary(self._connection).percent(model)
 
     async def drain_rate(self, model: str) -> float:
         shards = await self._all(model)

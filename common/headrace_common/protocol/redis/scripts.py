@@ -50,7 +50,7 @@ _HELPERS: dict[str, tuple[str, ...]] = {
     **dict.fromkeys(("keepimage", "dropimage"), ("images",)),
     "finish": ("charging", "ledger"),
     "given": ("ledger",),
-    "reap": ("ledger", "adapters"),
+    "reap": ("ledger", "adapters", "variants"),
     "replay": ("tenants", "joining"),
     "admit": ("tenants", "joining", "placed"),
     "cancel": ("tenants", "leaving", "placed", "ledger"),
@@ -62,6 +62,7 @@ _HELPERS: dict[str, tuple[str, ...]] = {
         "precedence",
         "ledger",
         "adapters",
+        "variants",
         "passing",
     ),
 }

@@ -316,10 +316,20 @@ class ShardedEngineQueue:
         self._said, self._said_at = status, time.monotonic()
         return beats
 
-    async def give_back(self, request_ids: Sequence[str], *, handed_over: bool = False) -> None:
+    async def give_back(
+        self,
+        request_ids: Sequence[str],
+        *,
+        for_own_side: bool = False,
+        handed_over: bool = False,
+    ) -> None:
         parts = self._by_shard(request_ids, str)
-        given = (shard.give_back(ids, handed_over=handed_over) for shard, ids in parts)
-        await asyncio.gather(*given)
+        await asyncio.gather(
+            *(
+                shard.give_back(ids, for_own_side=for_own_side, handed_over=handed_over)
+                for shard, ids in parts
+            )
+        )
 
     def _by_shard(
         self, items: Iterable[T], id_of: Callable[[T], str]

@@ -77,6 +77,7 @@ KEYS = (
     KeyRule("ep", KeyScope.IN_SHARD, _ALL),
     KeyRule("ls", KeyScope.IN_SHARD, _QUEUE),
     KeyRule("ar", KeyScope.IN_SHARD, _ALL),
+    KeyRule("cy", KeyScope.SHARD, _ALL),
     KeyRule("sd", KeyScope.NOWHERE, (GATEWAY, OPERATOR)),
     KeyRule("o", KeyScope.OF_GATEWAY, _QUEUE),
     KeyRule("gw", KeyScope.OF_GATEWAY, _QUEUE),

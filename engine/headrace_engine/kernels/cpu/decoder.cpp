@@ -106,8 +106,11 @@ class Step {
   void embed() {
     const Element* table = static_cast<const Element*>(decoder_.embedding);
     each_row(tokens_, hidden_, [&](int64_t r) {
-      const Element* from = table + step_.input_ids[r] * hidden_;
       float* to = residual_ + r * residual_stride();
+      if (decoder_.embedding_panels)
+        return unpack_output<Math>(decoder_.embedding_panels, step_.input_ids[r], hidden_,
+                                   decoder_.embedding_scale, to);
+      const Element* from = table + step_.input_ids[r] * hidden_;
       for (int64_t i = 0; i < hidden_; i += kLanes)
         store(to + i, load(from + i) * decoder_.embedding_scale);
     });

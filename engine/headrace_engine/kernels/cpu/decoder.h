@@ -4,12 +4,21 @@
 
 #include "attention.h"
 
+// A panel of weights: floats in the layout of headrace_pack_weight, or blocks as in a GGUF file, if
+// `kind` is one of blocks.h.
+struct headrace_packed_panel {
+  const void* data;
+  int64_t kind;
+};
+
 // Weights in the layout of headrace_pack_weight; `scales` is null if they are not quantised. With
 // `zeros` they have the layout of headrace_pack_int4, and both are [inputs / group, outputs
 // padded]. Weights with a group of 32 and no zeros have it too: they are 4-bit floats (e2m1), with
-// scales for twice their values.
+// scales for twice their values. With `panels`, one for each headrace_panel() outputs, there are no
+// scales, and `weight` is where the first one is.
 struct headrace_linear {
   const void* weight;
+  const headrace_packed_panel* panels;  // or null
   const float* scales;  // [outputs, padded]
   const float* zeros;
   const float* bias;    // [outputs, padded], or null
@@ -84,6 +93,7 @@ struct headrace_decoder_layer {
 struct headrace_decoder {
   const headrace_decoder_layer* layers;
   const void* embedding;  // [vocab, hidden], bfloat16 or else float32
+  const headrace_packed_panel* embedding_panels;  // or null; used instead
   const float* norm;
   headrace_linear lm_head;
   int64_t num_layers;
@@ -175,6 +185,21 @@ HEADRACE_EXPORT void headrace_pack_weight(headrace_executor* executor, void* pac
 HEADRACE_EXPORT void headrace_pack_int4(headrace_executor* executor, void* packed,
                                          const void* const* rows, int64_t outputs,
                                          int64_t inputs);
+
+// Bytes of a panel of this kind.
+HEADRACE_EXPORT int64_t headrace_panel_bytes(int64_t kind, int64_t inputs, int64_t is_bfloat16);
+
+// Lays out rows of weights, headrace_panel() for each of `count` panels, as stored in a GGUF file;
+// those of a panel of floats are bfloat16 or else float32. A null row is zeros.
+HEADRACE_EXPORT void headrace_pack_panels(headrace_executor* executor, const headrace_packed_panel* panels,
+                                          int64_t count, const void* const* rows, int64_t inputs,
+                                          int64_t is_bfloat16);
+
+// Writes `count` outputs of panels as rows [count, inputs] of float32.
+HEADRACE_EXPORT void headrace_unpack_outputs(headrace_executor* executor,
+                                             const headrace_packed_panel* panels, float* rows,
+                                             const int64_t* outputs, int64_t count, int64_t inputs,
+                                             int64_t is_bfloat16);
 
 // Index and value of each row's first largest element. NaN is larger than every number.
 HEADRACE_EXPORT void headrace_argmax(headrace_executor* executor, int64_t* indices, float* values,

@@ -13,6 +13,7 @@ import numpy as np
 import torch
 
 from .arena import Arena
+from .blocks import BlockMatrix, StoredRows, row_addresses
 from .library import Kernels
 from .structs import (
     Convolution,
@@ -22,6 +23,7 @@ from .structs import (
     Linear,
     Mamba,
     Mamba2,
+    PackedPanel,
     Rows,
     States,
     Step,
@@ -51,7 +53,7 @@ class QuantizedMatrix(Protocol):
 class PackedLinear:
     """A linear layer's weights in the kernels' layout. Weights of 8 bits have `scales`; those of 4
     bits have `scales` and `zeros` in groups of `group` inputs. 4-bit floats have groups and no
-    zeros."""
+    zeros. Weights in the block types of GGUF files have `panels`, which point into `weight`."""
 
     weight: torch.Tensor
     scales: torch.Tensor | None
@@ -60,11 +62,13 @@ class PackedLinear:
     outputs: int
     zeros: torch.Tensor | None = None
     group: int = 0
+    panels: ctypes.Array[PackedPanel] | None = None
 
     def describe(self) -> Linear:
         """Makes a structure that points into the tensors, which must outlive it."""
         return Linear(
             weight=self.weight.data_ptr(),
+            panels=None if self.panels is None else ctypes.addressof(self.panels),
             scales=pointer(self.scales),
             zeros=pointer(self.zeros),
             bias=pointer(self.bias),
@@ -231,11 +235,8 @@ class Executor:
         self, weight: QuantizedMatrix, biases: Sequence[torch.Tensor], gated: bool
     ) -> PackedLinear:
         """Like `pack` for weights in 4 bits; like `pack_gated` if they are gates, then ups."""
-        order = np.arange(len(weight.values))
         bias = torch.cat([part.float() for part in biases]) if biases else None
-        if gated:
-            gates, ups = np.split(order + 1, 2)
-            order = _alternate(gates, ups, self._kernels.panel // 2) - 1
+        order = self._order(len(weight.values), gated)
         outputs, inputs = len(order), weight.values.shape[1]
         width = self.padded(outputs)
         there = np.flatnonzero(order >= 0)
@@ -268,6 +269,65 @@ class Executor:
         packed = self.pack_quantized(weight, biases, gated)
         assert packed.scales is not None, "values have scales"
         return replace(packed, scales=packed.scales / 2, zeros=None)
+
+    def pack_blocks(
+        self,
+        parts: Sequence[BlockMatrix | torch.Tensor],
+        biases: Sequence[torch.Tensor],
+        gated: bool,
+        dtype: torch.dtype,
+    ) -> PackedLinear:
+        """Like `pack` for matrices in the block types of GGUF files, which keep their bits; like
+        `pack_gated` if they are gates, then ups. Floats among them have `dtype`."""
+        stored = StoredRows(parts, dtype)
+        order = self._order(len(stored), gated)
+        outputs, inputs = len(order), stored.inputs
+        width = self.padded(outputs)
+        order = np.pad(order, (0, width - outputs), constant_values=-1)
+        kinds = stored.panel_kinds(order.reshape(-1, self._kernels.panel))
+        addresses = stored.addresses(order, np.repeat(kinds, self._kernels.panel))
+        narrow = dtype is torch.bfloat16
+        sizes = [self._kernels.panel_bytes(kind, inputs, narrow) for kind in kinds.tolist()]
+        weight = self._arena.empty(sum(sizes), torch.uint8)
+        places = weight.data_ptr() + np.cumsum([0, *sizes[:-1]])
+        panels = (PackedPanel * len(kinds))(*map(PackedPanel, places.tolist(), kinds.tolist()))
+        self._kernels.pack_panels(
+            self._handle,
+            ctypes.addressof(panels),
+            len(kinds),
+            addresses.ctypes.data,
+            inputs,
+            narrow,
+        )
+        bias = None
+        if biases:
+            there = order >= 0
+            bias = torch.zeros(width)
+            whole = torch.cat([part.float() for part in biases])
+            bias[torch.from_numpy(there)] = whole[torch.from_numpy(order[there])]
+        return PackedLinear(weight, None, bias, inputs, outputs, panels=panels)
+
+    def unpack(self, layer: PackedLinear, dtype: torch.dtype) -> torch.Tensor:
+        """The weights [out, in] of a layer that `pack_blocks` made for `dtype`, in that dtype."""
+        rows = torch.empty(layer.outputs, layer.inputs)
+        outputs = torch.arange(layer.outputs)
+        self._kernels.unpack_outputs(
+            self._handle,
+            layer.describe().panels,
+            rows.data_ptr(),
+            outputs.data_ptr(),
+            *rows.shape,
+            dtype is torch.bfloat16,
+        )
+        return rows.to(dtype)
+
+    def _order(self, outputs: int, gated: bool) -> np.ndarray:
+        """The row of each packed output; -1 for padding. Gates and ups alternate by half panels."""
+        order = np.arange(outputs)
+        if not gated:
+            return order
+        gates, ups = np.split(order + 1, 2)
+        return _alternate(gates, ups, self._kernels.panel // 2) - 1
 
     def _pack(
         self,
@@ -304,15 +364,6 @@ def _describe(rows: Sequence[torch.Tensor]) -> tuple[list[torch.Tensor], list[Ro
     """Rows whose elements are adjacent, and structures that point into them."""
     dense = [row if row.stride(1) == 1 else row.contiguous() for row in rows]
     return dense, [Rows(data=row.data_ptr(), stride=row.stride(0)) for row in dense]
-
-
-def row_addresses(matrix: torch.Tensor) -> np.ndarray:
-    """uint64 [rows]: the address of each row of a matrix with contiguous rows."""
-    assert matrix.stride(1) == 1, "rows must be contiguous"
-    step = matrix.stride(0) * matrix.element_size()
-    return np.arange(matrix.shape[0], dtype=np.uint64) * np.uint64(step) + np.uint64(
-        matrix.data_ptr()
-    )
 
 
 def _alternate(first: np.ndarray, second: np.ndarray, count: int) -> np.ndarray:

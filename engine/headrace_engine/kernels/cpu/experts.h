@@ -155,43 +155,26 @@ class Experts {
                    const Scratch& scratch, const Emit& emit) {
     const headrace_linear& like = linears[0];
     QuantRows quant{};
-    if (like.scales) quant = scratch.quantize(pool_, rows, like.inputs);
+    if (needs_quant<Math>(like)) quant = scratch.quantize(pool_, rows, like.inputs);
     const int64_t items = count_items(like);
     pool_.run(items, [&](int64_t item, int thread) {
       const int64_t use = expert_of(item), expert = used_[use], first = first_[expert];
-      const headrace_linear& linear = linears[expert];
-      const Division division = divide(like, use);
-      Piece piece = piece_of(division, item - items_before_[use]);
+      Piece piece = piece_of(divide_rows(like, use), item - items_before_[use]);
       piece.begin += first;
       piece.end += first;
-      const auto biased = [&](int64_t slot, int64_t panel, Sums& sums) {
-        add_bias(linear, panel, sums);
-        emit(slot, panel, sums);
-      };
-      if (like.scales)
-        multiply_quant_piece(quant, quant_weights(linear), linear.inputs, piece, biased);
-      else
-        multiply_piece<Math>(rows, static_cast<const Element*>(linear.weight), linear.inputs, piece,
-                             nullptr, factors(scratch, thread, linear.inputs), biased);
+      apply_piece<Math>(linears[expert], rows, quant, piece, nullptr, scratch, thread, emit);
     });
   }
 
-  static typename Math::Factor* factors(const Scratch& scratch, int thread, int64_t inputs) {
-    return reinterpret_cast<typename Math::Factor*>(scratch.factors) + thread * kRows * inputs;
-  }
-
-  Division divide(const headrace_linear& like, int64_t use) const {
-    const int64_t expert = used_[use], rows = first_[expert + 1] - first_[expert];
-    const bool quant = like.scales;
-    return Division(rows, like.inputs * (quant ? 1 : int64_t(sizeof(typename Math::Factor))),
-                    panels_of(like.outputs), pool_.threads(),
-                    quant ? kQuantRows : block_of<Math>(like.inputs));
+  Division divide_rows(const headrace_linear& like, int64_t use) const {
+    const int64_t expert = used_[use];
+    return divide<Math>(like, first_[expert + 1] - first_[expert], pool_.threads());
   }
 
   int64_t count_items(const headrace_linear& like) {
     items_before_[0] = 0;
     for (int64_t use = 0; use < num_used_; ++use)
-      items_before_[use + 1] = items_before_[use] + divide(like, use).items();
+      items_before_[use + 1] = items_before_[use] + divide_rows(like, use).items();
     return items_before_[num_used_];
   }
 

@@ -1,7 +1,7 @@
 // A whole linear layer, in any storage of its weights, and helpers around layers.
 #pragma once
 
-#include "decoder.h"
+#include "block_products.h"
 #include "rows.h"
 #include "workspace.h"
 
@@ -17,24 +17,67 @@ inline QuantWeights quant_weights(const headrace_linear& linear) {
           padded(linear.outputs)};
 }
 
+// Whether a product needs its rows in 8 bits.
+template <class Math>
+inline bool needs_quant(const headrace_linear& linear) {
+  return linear.scales || (linear.panels && rounds_rows<Math>());
+}
+
+// Rows that a product computes at once.
+template <class Math>
+inline int rows_at_once(const headrace_linear& linear) {
+  if (!needs_quant<Math>(linear)) return block_of<Math>(linear.inputs);
+  return linear.panels ? kBlockRows : kQuantRows;
+}
+
+template <class Math>
+inline Division divide(const headrace_linear& linear, int64_t rows, int threads) {
+  const int64_t bytes = needs_quant<Math>(linear) ? 1 : sizeof(typename Math::Factor);
+  return Division(rows, linear.inputs * bytes, panels_of(linear.outputs), threads,
+                  rows_at_once<Math>(linear));
+}
+
+// emit(row, panel, sums) for one item of a product, its bias added. The first rows' products
+// prefetch `ahead`, which may be null.
+template <class Math, class Emit>
+void apply_piece(const headrace_linear& linear, const Rows<typename Math::Element>& rows,
+                 const QuantRows& quant, const Piece& piece, const char* ahead,
+                 const Scratch& scratch, int thread, const Emit& emit) {
+  using Element = typename Math::Element;
+  using Factor = typename Math::Factor;
+  const auto biased = [&](int64_t row, int64_t panel, Sums& sums) {
+    add_bias(linear, panel, sums);
+    emit(row, panel, sums);
+  };
+  auto* factors = reinterpret_cast<Factor*>(scratch.factors) + thread * kRows * linear.inputs;
+  if (linear.panels) {
+    auto* unpacked = reinterpret_cast<Element*>(scratch.unpacked + thread * kPanel * linear.inputs);
+    multiply_block_piece<Math>(linear.panels, rows, quant, linear.inputs, piece, unpacked, factors,
+                               biased);
+  } else if (linear.scales) {
+    multiply_quant_piece(quant, quant_weights(linear), linear.inputs, piece, biased);
+  } else {
+    multiply_piece<Math>(rows, static_cast<const Element*>(linear.weight), linear.inputs, piece,
+                         ahead, factors, biased);
+  }
+}
+
 // emit(row, panel, sums) for the product of rows with a layer's weights, its bias added. `then` is
 // computed next: its first weights are prefetched.
 template <class Math, class Emit>
 void apply_linear(Pool& pool, const headrace_linear& linear, const headrace_linear* then,
                   const Rows<typename Math::Element>& rows, const Scratch& scratch,
                   const Emit& emit) {
-  using Element = typename Math::Element;
-  const auto biased = [&](int64_t row, int64_t panel, Sums& sums) {
-    add_bias(linear, panel, sums);
-    emit(row, panel, sums);
-  };
-  if (!linear.scales) {
-    multiply<Math>(pool, rows, static_cast<const Element*>(linear.weight), linear.inputs,
-                   linear.outputs, then ? then->weight : nullptr, scratch.factors, biased);
-    return;
-  }
-  multiply_quant(pool, scratch.quantize(pool, rows, linear.inputs), quant_weights(linear),
-                 linear.inputs, linear.outputs, biased);
+  if (rows.count == 0) return;
+  QuantRows quant{};
+  if (needs_quant<Math>(linear)) quant = scratch.quantize(pool, rows, linear.inputs);
+  const Division division = divide<Math>(linear, rows.count, pool.threads());
+  const int64_t panel_bytes = linear.inputs * kPanel * sizeof(typename Math::Element);
+  pool.run(division.items(), [&](int64_t item, int thread) {
+    const char* ahead = weights_after(item, division, pool.threads(), linear.weight, panel_bytes,
+                                      then ? then->weight : nullptr);
+    apply_piece<Math>(linear, rows, quant, piece_of(division, item), ahead, scratch, thread, emit);
+  });
 }
 
 // Writes a panel's sums to their place in a row.

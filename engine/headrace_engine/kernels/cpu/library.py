@@ -13,7 +13,7 @@ import torch
 
 from .build import library_path, runnable_sets
 
-INTERFACE = 13
+INTERFACE = 14
 FORCE_ISA = "HEADRACE_CPU_ISA"
 DTYPES = (torch.float32, torch.bfloat16)
 
@@ -68,6 +68,11 @@ class Kernels:
         )
         self.pack_weight = self._bind("pack_weight", None, *[_POINTER] * 4, *[_INT] * 3)
         self.pack_int4 = self._bind("pack_int4", None, *[_POINTER] * 3, *[_INT] * 2)
+        self.panel_bytes = self._bind("panel_bytes", ctypes.c_int64, *[_INT] * 3)
+        self.pack_panels = self._bind(
+            "pack_panels", None, *[_POINTER] * 2, _INT, _POINTER, *[_INT] * 2
+        )
+        self.unpack_outputs = self._bind("unpack_outputs", None, *[_POINTER] * 4, *[_INT] * 3)
         # Outputs of a linear layer that are adjacent in memory.
         self.panel = self._bind("panel", ctypes.c_int64)()
 

@@ -217,22 +217,4 @@ void multiply_piece(const Rows<typename Math::Element>& rows, const typename Mat
   }
 }
 
-// emit(row, panel, sums) for every row and panel. `scratch` holds kRows * inputs factors for each
-// thread. `then` are the weights that are read next.
-template <class Math, class Emit>
-void multiply(Pool& pool, const Rows<typename Math::Element>& rows,
-              const typename Math::Element* weight, int64_t inputs, int64_t outputs,
-              const void* then, float* scratch, const Emit& emit) {
-  using Factor = typename Math::Factor;
-  if (rows.count == 0) return;
-  const int64_t panel_bytes = inputs * kPanel * sizeof(typename Math::Element);
-  const Division division(rows.count, inputs * sizeof(Factor), panels_of(outputs), pool.threads(),
-                          block_of<Math>(inputs));
-  pool.run(division.items(), [&](int64_t item, int thread) {
-    const char* ahead = weights_after(item, division, pool.threads(), weight, panel_bytes, then);
-    multiply_piece<Math>(rows, weight, inputs, piece_of(division, item), ahead,
-                         reinterpret_cast<Factor*>(scratch) + thread * kRows * inputs, emit);
-  });
-}
-
 }  // namespace headrace

@@ -12,6 +12,7 @@ namespace headrace {
 
 constexpr int kGroup = 64;  // inputs that share a scale when activations are quantised
 constexpr int kBlock = 32;  // inputs that share a scale if weights are 4-bit floats
+constexpr int kHalves = 2 * kGroup / kBlock;  // halves of blocks in a group
 constexpr int kQuantPack = 4;
 constexpr int kQuantZero = 128;  // represents an 8-bit weight of 0
 constexpr int kFloatZero = 12;   // represents a 4-bit float of 0
@@ -26,15 +27,18 @@ constexpr int kQuantRows = 1;
 
 inline int64_t groups_of(int64_t inputs) { return (inputs + kGroup - 1) / kGroup; }
 
-// Rows in 8 bits: value = data * scale of its group. `sums` are the sums of the data in each of a
-// group's two blocks.
+// Rows in 8 bits: value = data * scale of its group. `sums` are the sums of the data in each half of
+// a block.
 struct QuantRows {
   const int8_t* data;
   const float* scales;
   const int32_t* sums;
   int64_t stride, groups, count;
 
-  int32_t block_sum(int64_t row, int64_t block) const { return sums[row * 2 * groups + block]; }
+  int32_t half_sum(int64_t row, int64_t half) const { return sums[row * kHalves * groups + half]; }
+  int32_t block_sum(int64_t row, int64_t block) const {
+    return half_sum(row, 2 * block) + half_sum(row, 2 * block + 1);
+  }
   int32_t group_sum(int64_t row, int64_t group) const {
     return block_sum(row, 2 * group) + block_sum(row, 2 * group + 1);
   }
@@ -50,17 +54,91 @@ struct QuantWeights {
   int64_t group, outputs;
 };
 
-// sum + the products of four unsigned weights and four signed factors in each lane.
-inline Ints add_quads(Ints sum, Words weights, const int8_t* factors) {
-#if defined(__AVX512VNNI__)
+#if defined(__AVX2__) && !defined(__AVX512VNNI__)
+typedef int16_t Shorts __attribute__((vector_size(kLanes * 4)));
+
+// Sums of two adjacent products of bytes, with four factors for each lane. Each sum must fit 16
+// bits.
+inline Shorts multiply_unsigned(Words weights, const int8_t* factors) {
   const Words quad = splat_word(load_raw<uint32_t>(factors));
-  return bit_cast<Ints>(_mm512_dpbusd_epi32(bit_cast<__m512i>(sum), bit_cast<__m512i>(weights),
-                                            bit_cast<__m512i>(quad)));
+#if defined(__AVX512F__)
+  return bit_cast<Shorts>(
+      _mm512_maddubs_epi16(bit_cast<__m512i>(weights), bit_cast<__m512i>(quad)));
 #else
-  for (int i = 0; i < kQuantPack; ++i)
-    sum += bit_cast<Ints>((weights >> (8 * i)) & 0xffu) * int32_t(factors[i]);
-  return sum;
+  return bit_cast<Shorts>(
+      _mm256_maddubs_epi16(bit_cast<__m256i>(weights), bit_cast<__m256i>(quad)));
 #endif
+}
+
+// Like multiply_unsigned, for signed weights: their signs move to the factors.
+inline Shorts multiply_signed(Words weights, const int8_t* factors) {
+  const Words quad = splat_word(load_raw<uint32_t>(factors));
+#if defined(__AVX512F__)
+  const __m512i signed_weights = bit_cast<__m512i>(weights), given = bit_cast<__m512i>(quad);
+  const __m512i turned = _mm512_mask_sub_epi8(given, _mm512_movepi8_mask(signed_weights),
+                                              _mm512_setzero_si512(), given);
+  return bit_cast<Shorts>(_mm512_maddubs_epi16(_mm512_abs_epi8(signed_weights), turned));
+#else
+  const __m256i signed_weights = bit_cast<__m256i>(weights);
+  const __m256i turned = _mm256_sign_epi8(bit_cast<__m256i>(quad), signed_weights);
+  return bit_cast<Shorts>(_mm256_maddubs_epi16(_mm256_abs_epi8(signed_weights), turned));
+#endif
+}
+
+// The sums of two adjacent numbers.
+inline Ints add_pairs(Shorts pairs) {
+#if defined(__AVX512F__)
+  return bit_cast<Ints>(_mm512_madd_epi16(bit_cast<__m512i>(pairs), _mm512_set1_epi16(1)));
+#else
+  return bit_cast<Ints>(_mm256_madd_epi16(bit_cast<__m256i>(pairs), _mm256_set1_epi16(1)));
+#endif
+}
+#endif
+
+// What `add_quads` adds to for the sum of (weight - kZero) * factor: weights are at most kMost, and
+// `total` is the sum of all factors.
+template <int kMost, int kZero>
+inline Ints first_sum(int32_t total) {
+#if defined(__AVX2__) && !defined(__AVX512VNNI__)
+  if (kMost > kQuantZero) return Ints{};  // add_quads computes with signed weights
+#endif
+  return Ints{} - kZero * total;
+}
+
+// sum + the products of `kCount` words of four unsigned weights in each lane, at most kMost, and
+// four times as many signed factors. Weights above kQuantZero have this zero point.
+template <int kCount, int kMost>
+inline Ints add_quads(Ints sum, const Words* weights, const int8_t* factors) {
+#if defined(__AVX512VNNI__)
+#pragma GCC unroll 8
+  for (int q = 0; q < kCount; ++q) {
+    const Words quad = splat_word(load_raw<uint32_t>(factors + q * kQuantPack));
+    sum = bit_cast<Ints>(_mm512_dpbusd_epi32(bit_cast<__m512i>(sum), bit_cast<__m512i>(weights[q]),
+                                             bit_cast<__m512i>(quad)));
+  }
+#elif defined(__AVX2__)
+  // Sums of two products have 16 bits.
+  if constexpr (kMost > kQuantZero) {
+#pragma GCC unroll 8
+    for (int q = 0; q < kCount; ++q)
+      sum += add_pairs(multiply_signed(weights[q] ^ 0x80808080u, factors + q * kQuantPack));
+  } else {
+    constexpr int kFitting = 32767 / (2 * 127 * kMost), kTogether = kFitting < kCount ? kFitting : kCount;
+    static_assert(kCount % kTogether == 0, "all sums have the same number of products");
+#pragma GCC unroll 8
+    for (int q = 0; q < kCount; q += kTogether) {
+      Shorts pairs{};
+      for (int i = q; i < q + kTogether; ++i)
+        pairs += multiply_unsigned(weights[i], factors + i * kQuantPack);
+      sum += add_pairs(pairs);
+    }
+  }
+#else
+  for (int q = 0; q < kCount; ++q)
+    for (int i = 0; i < kQuantPack; ++i)
+      sum += bit_cast<Ints>((weights[q] >> (8 * i)) & 0xffu) * int32_t(factors[q * kQuantPack + i]);
+#endif
+  return sum;
 }
 
 // Like multiply_panel, for 8-bit rows and weights.
@@ -78,14 +156,14 @@ inline void multiply_bytes(const QuantRows& rows, int64_t first, const QuantWeig
     for (int r = 0; r < R; ++r)
 #pragma GCC unroll 8
       for (int c = 0; c < kColumns; ++c)
-        part[r][c] = Ints{} - kQuantZero * rows.group_sum(first + r, group);
+        part[r][c] = first_sum<255, kQuantZero>(rows.group_sum(first + r, group));
     for (int64_t k = begin; k < end; k += kQuantPack) {
 #pragma GCC unroll 8
       for (int c = 0; c < kColumns; ++c) {
         const Words words = load_raw<Words>(panel + k * kPanel + c * kLanes * kQuantPack);
 #pragma GCC unroll 8
         for (int r = 0; r < R; ++r)
-          part[r][c] = add_quads(part[r][c], words, data + r * rows.stride + k);
+          part[r][c] = add_quads<1, 255>(part[r][c], &words, data + r * rows.stride + k);
       }
     }
 #pragma GCC unroll 8
@@ -118,12 +196,10 @@ inline void multiply_nibbles(const QuantRows& rows, int64_t first, const QuantWe
 #pragma GCC unroll 8
       for (int c = 0; c < kColumns; ++c) {
         const Words words = load_raw<Words>(panel + (k * kPanel) / 2 + c * kLanes * kQuantPack);
-        const Words low = words & 0x0f0f0f0fu, high = (words >> 4) & 0x0f0f0f0fu;
+        const Words both[] = {words & 0x0f0f0f0fu, (words >> 4) & 0x0f0f0f0fu};
 #pragma GCC unroll 8
-        for (int r = 0; r < R; ++r) {
-          part[r][c] = add_quads(part[r][c], low, data + r * rows.stride + k);
-          part[r][c] = add_quads(part[r][c], high, data + r * rows.stride + k + kQuantPack);
-        }
+        for (int r = 0; r < R; ++r)
+          part[r][c] = add_quads<2, 15>(part[r][c], both, data + r * rows.stride + k);
       }
     }
     const int64_t place = begin / weights.group * width + at * kPanel;
@@ -185,13 +261,11 @@ inline void multiply_floats(const QuantRows& rows, int64_t first, const QuantWei
 #pragma GCC unroll 8
       for (int c = 0; c < kColumns; ++c) {
         const Words words = load_raw<Words>(panel + (k * kPanel) / 2 + c * kLanes * kQuantPack);
-        const Words low = doubled_floats(words & 0x0f0f0f0fu);
-        const Words high = doubled_floats((words >> 4) & 0x0f0f0f0fu);
+        const Words both[] = {doubled_floats(words & 0x0f0f0f0fu),
+                              doubled_floats((words >> 4) & 0x0f0f0f0fu)};
 #pragma GCC unroll 8
-        for (int r = 0; r < R; ++r) {
-          part[r][c] = add_quads(part[r][c], low, data + r * rows.stride + k);
-          part[r][c] = add_quads(part[r][c], high, data + r * rows.stride + k + kQuantPack);
-        }
+        for (int r = 0; r < R; ++r)
+          part[r][c] = add_quads<2, 2 * kFloatZero>(part[r][c], both, data + r * rows.stride + k);
       }
     }
     const float* scales = weights.scales + block * weights.outputs + at * kPanel;
@@ -246,9 +320,9 @@ void quantize_row(const Element* row, int64_t inputs, int8_t* data, float* scale
     const float bound = largest(most), scale = bound / 127 + sum(broken);
     const float inverse = bound > 0 ? 127 / bound : 0;
     scales[group] = scale;
-    for (int64_t block = begin; block < begin + kGroup; block += kBlock) {
+    for (int64_t half = begin; half < begin + kGroup; half += kBlock / 2) {
       Ints total{};
-      for (int64_t i = block; i < block + kBlock && i < end; i += kLanes) {
+      for (int64_t i = half; i < half + kBlock / 2 && i < end; i += kLanes) {
         // Adding and subtracting 1.5 * 2^23 rounds to the nearest integer.
         const Floats magic = splat(12582912.0f);
         const Ints whole =
@@ -275,16 +349,6 @@ void multiply_quant_piece(const QuantRows& rows, const QuantWeights& weights, in
     multiply_quant_block(count, rows, r, weights, piece.panel, inputs, sums);
     for (int i = 0; i < count; ++i) emit(r + i, piece.panel, sums[i]);
   }
-}
-
-template <class Emit>
-void multiply_quant(Pool& pool, const QuantRows& rows, const QuantWeights& weights, int64_t inputs,
-                    int64_t outputs, const Emit& emit) {
-  if (rows.count == 0) return;
-  const Division division(rows.count, inputs, panels_of(outputs), pool.threads(), kQuantRows);
-  pool.run(division.items(), [&](int64_t item, int) {
-    multiply_quant_piece(rows, weights, inputs, piece_of(division, item), emit);
-  });
 }
 
 }  // namespace headrace

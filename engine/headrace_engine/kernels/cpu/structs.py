@@ -40,11 +40,18 @@ class Layer(ctypes.Structure):
     ]
 
 
+class PackedPanel(ctypes.Structure):
+    """`headrace_packed_panel` of decoder.h."""
+
+    _fields_ = [("data", _POINTER), ("kind", _INT)]
+
+
 class Linear(ctypes.Structure):
     """`headrace_linear` of decoder.h."""
 
     _fields_ = [
         ("weight", _POINTER),
+        ("panels", _POINTER),
         ("scales", _POINTER),
         ("zeros", _POINTER),
         ("bias", _POINTER),
@@ -115,6 +122,7 @@ class Decoder(ctypes.Structure):
     _fields_ = [
         ("layers", _POINTER),
         ("embedding", _POINTER),
+        ("embedding_panels", _POINTER),
         ("norm", _POINTER),
         ("lm_head", Linear),
         ("num_layers", _INT),

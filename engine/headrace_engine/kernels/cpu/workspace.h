@@ -64,18 +64,21 @@ struct Scratch {
   float *factors = nullptr, *scales = nullptr;
   int8_t* data = nullptr;
   int32_t* sums = nullptr;
+  float* unpacked = nullptr;  // a panel of floats for each thread
 
   static int64_t bytes(int threads, int64_t rows, int64_t widest) {
     return Memory::bytes<float>(threads * kRows * widest) + Memory::bytes<int8_t>(rows * widest) +
            Memory::bytes<float>(rows * groups_of(widest)) +
-           Memory::bytes<int32_t>(rows * 2 * groups_of(widest));
+           Memory::bytes<int32_t>(rows * kHalves * groups_of(widest)) +
+           Memory::bytes<float>(threads * kPanel * widest);
   }
 
   void take(Memory& memory, int threads, int64_t rows, int64_t widest) {
     factors = memory.take<float>(threads * kRows * widest);
     data = memory.take<int8_t>(rows * widest);
     scales = memory.take<float>(rows * groups_of(widest));
-    sums = memory.take<int32_t>(rows * 2 * groups_of(widest));
+    sums = memory.take<int32_t>(rows * kHalves * groups_of(widest));
+    unpacked = memory.take<float>(threads * kPanel * widest);  // pages that are not used are free
   }
 
   // Rows rounded to 8 bits, stored in this scratch.
@@ -84,7 +87,7 @@ struct Scratch {
     const int64_t groups = groups_of(inputs);
     each_row(pool, rows.count, inputs, [&](int64_t r) {
       quantize_row(rows.data + r * rows.stride, inputs, data + r * inputs, scales + r * groups,
-                   sums + r * 2 * groups);
+                   sums + r * kHalves * groups);
     });
     return {data, scales, sums, inputs, groups, rows.count};
   }

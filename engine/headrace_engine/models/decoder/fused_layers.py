@@ -38,7 +38,9 @@ class PackedLayers:
         self._weights, self._executor = weights, ops.executor
 
     def read(self, name: str) -> torch.Tensor:
-        return self._weights.tensors[name]
+        if name in self._weights.tensors:
+            return self._weights.tensors[name]
+        return self._executor.unpack(self._weights.linears[name,], self._weights.dtype)
 
     def read_float32(self, name: str) -> torch.Tensor:
         return self._weights.tensors[name].float()

@@ -11,6 +11,7 @@ import torch
 
 from ...checkpoints.config import ExpertsConfig, ModelConfig
 from ...kernels.cpu import structs
+from ...kernels.cpu.blocks import KINDS
 from ...kernels.cpu.executor import GROUP, Executor, PackedLinear, pointer
 from ...layers.mxfp4_weight import MXFP4Weight
 from ...layers.quantized_weight import QuantizedWeight
@@ -18,7 +19,7 @@ from ..weights.weights import WeightReader
 from .decoder_tensors import NormNames
 from .positions import PositionTables
 
-EMBEDDING = "model.embed_tokens.weight"
+EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,10 +30,11 @@ class _MLP:
 
 class FusedWeights:
     """Packed weights. `quantize` keeps linear layers in 8 bits, or in 4 if the checkpoint does,
-    except the routers of experts.
+    except the routers of experts. Without it those of a GGUF file stay in its blocks.
 
     `tensors` are the embedding, norms and gates of shared experts as in the checkpoint, by name;
-    `linears` the packed layers by the names of their matrices.
+    `linears` the packed layers by the names of their matrices, among them the embedding if it is in
+    blocks.
     """
 
     def __init__(
@@ -44,24 +46,28 @@ class FusedWeights:
         quantize: bool,
     ) -> None:
         self._config, self._reader, self._executor = config, reader, executor
-        self._positions, self._quantize = positions, quantize
+        self._positions, self._quantize, self.dtype = positions, quantize, reader.dtype
         self.tensors: dict[str, torch.Tensor] = {}
         self.linears: dict[tuple[str, ...], PackedLinear] = {}
         self._kept: list[torch.Tensor | ctypes.Array[structs.Linear]] = []
         self._layers: ctypes.Array[structs.DecoderLayer] | None = None
 
     def describe(self) -> structs.Decoder:
-        """Reads the weights. The result points into this object; `block_size` is left unset."""
-        config, embedding = self._config, self._read(EMBEDDING)
+        """Reads the weights, once: it ends the use of the reader, and so of the mapped files. The
+        result points into this object; `block_size` is left unset."""
+        config, dtype = self._config, self.dtype
+        blocks = self._blocks((EMBEDDING,), [], gated=False)
+        if blocks is not None:
+            self.linears[EMBEDDING,] = blocks
+        embedding = self._read(EMBEDDING) if blocks is None else None
         layers = [self._layer(index) for index in range(config.num_layers)]
         self._layers = (structs.DecoderLayer * config.num_layers)(*layers)
-        name = EMBEDDING if config.tie_word_embeddings else "lm_head.weight"
-        head = embedding if config.tie_word_embeddings else self._reader.view(name)
         described = structs.Decoder(
             layers=ctypes.addressof(self._layers),
             embedding=pointer(embedding),
+            embedding_panels=None if blocks is None else blocks.describe().panels,
             norm=self._norm("model.norm.weight", config.logits_divisor or 1.0),
-            lm_head=self._linear((name,), self._executor.pack([head], [], self._quantize)),
+            lm_head=self._head(embedding),
             num_layers=config.num_layers,
             hidden=config.hidden_size,
             inner=_widest_mlp(config),
@@ -72,12 +78,12 @@ class FusedWeights:
             interleaved=config.interleaved,
             wide_qk_norm=config.wide_qk_norm,
             activation=_activation(config),
-            is_bfloat16=embedding.dtype is torch.bfloat16,
+            is_bfloat16=dtype is torch.bfloat16,
             epsilon=config.rms_norm_eps,
             scale=config.scale,
             attention_softcap=config.attention_softcap or 0.0,
             logits_softcap=config.logits_softcap or 0.0,
-            embedding_scale=_embedding_scale(config, embedding),
+            embedding_scale=_embedding_scale(config, dtype),
         )
         if config.experts is not None:
             described.num_experts = config.experts.count
@@ -91,7 +97,21 @@ class FusedWeights:
             described.group_best = config.experts.group_best
             described.expert_factor = config.experts.factor
             described.scaled_inputs = config.experts.scaled_inputs
+        del self._reader
         return described
+
+    def _head(self, embedding: torch.Tensor | None) -> structs.Linear:
+        """Packs the output matrix, which may be the embedding; `embedding` is None if that is
+        packed."""
+        tied = self._config.tie_word_embeddings
+        if tied and embedding is None:
+            return self.linears[EMBEDDING,].describe()
+        name = EMBEDDING if tied else HEAD
+        packed = self._blocks((name,), [], gated=False)
+        if packed is None:
+            head = embedding if tied and embedding is not None else self._reader.view(name)
+            packed = self._executor.pack([head], [], self._quantize)
+        return self._linear((name,), packed)
 
     def _layer(self, index: int) -> structs.DecoderLayer:
         config, prefix = self._config, f"model.layers.{index}."
@@ -188,7 +208,10 @@ class FusedWeights:
     def _few_bits(
         self, names: tuple[str, ...], biases: list[torch.Tensor], quantize: bool, gated: bool
     ) -> PackedLinear | None:
-        """Packs matrices stored in 4 bits, if the kernels support them."""
+        """Packs matrices stored in few bits, if the kernels support them."""
+        blocks = self._blocks(_weights(names), biases, gated)
+        if blocks is not None:
+            return blocks
         floats = self._floats(names)
         if floats is not None:
             return self._executor.pack_floats(floats.codes(), biases, gated)
@@ -196,6 +219,15 @@ class FusedWeights:
         return (
             None if quantized is None else self._executor.pack_quantized(quantized, biases, gated)
         )
+
+    def _blocks(
+        self, names: tuple[str, ...], biases: list[torch.Tensor], gated: bool
+    ) -> PackedLinear | None:
+        """Packs matrices of a GGUF file in its blocks."""
+        found = None if self._quantize else self._reader.blocks(names, KINDS)
+        if found is None:
+            return None
+        return self._executor.pack_blocks(found, biases, gated, self.dtype)
 
     def _floats(self, names: tuple[str, ...]) -> MXFP4Weight | None:
         """Weights in 4-bit floats. None in float32, because the kernels for these weights round
@@ -253,11 +285,11 @@ def _weights(names: tuple[str, ...]) -> tuple[str, ...]:
     return tuple(f"{name}.weight" for name in names)
 
 
-def _embedding_scale(config: ModelConfig, embedding: torch.Tensor) -> float:
+def _embedding_scale(config: ModelConfig, dtype: torch.dtype) -> float:
     """The factor of embeddings, rounded to the weights' dtype if the model was trained with
     that."""
     scale = config.embedding_scale or 1.0
-    return float(embedding.new_tensor(scale)) if config.rounds_embedding_scale else scale
+    return float(torch.tensor(scale, dtype=dtype)) if config.rounds_embedding_scale else scale
 
 
 def _activation(config: ModelConfig) -> structs.Activation:

@@ -11,6 +11,7 @@ from typing import Protocol, runtime_checkable
 import torch
 from torch.nn import functional as F
 
+from ...kernels.cpu.blocks import KINDS
 from ...kernels.cpu.executor import Executor
 from ...kernels.cpu.library import DTYPES
 from ...layers.expert_weights import ExpertWeights, Names, read_experts, read_packed_weights
@@ -129,11 +130,13 @@ class LinearMaker:
         """Makes one layer of the named matrices, stacked; an `exact` one is not quantised."""
         executor = self._executor
         if executor is not None and self._is_native(weights):
+            quantize, own = self._quantize and not exact, [self._reader.read(one) for one in biases]
+            blocks = None if quantize else self._reader.blocks(weights, KINDS)
+            if blocks is not None:
+                packed = executor.pack_blocks(blocks, own, False, self._reader.dtype)
+                return NativeLinear(executor, packed)
             views = [self._reader.view(name) for name in weights]
-            packed = executor.pack(
-                views, [self._reader.read(name) for name in biases], self._quantize and not exact
-            )
-            return NativeLinear(executor, packed)
+            return NativeLinear(executor, executor.pack(views, own, quantize))
         bias = self._reader.stack(biases) if biases else None
         quantized = self._reader.quantized(weights)
         if quantized is not None:

@@ -84,7 +84,7 @@ def _packed(linears: Sequence[object]) -> list[PackedLinear] | None:
 
 
 def _shape(layer: PackedLinear) -> tuple[object, ...]:
-    quantised = layer.scales is not None, layer.zeros is not None, layer.group
+    quantised = layer.scales is not None, layer.zeros is not None, layer.group, bool(layer.panels)
     return layer.inputs, layer.outputs, layer.weight.dtype, *quantised
 
 

@@ -1,7 +1,8 @@
 """GGUF files: each matrix has its own type, and blocks of 32 or 256 inputs with scales.
 
-Matrices become floats of the engine's dtype at load, except that operators with layers of integers
-(GPUs) keep those of Q8_0 and Q4_0, whose values such layers hold exactly. Embeddings become floats.
+The native kernels of CPUs keep the blocks of most types. Other matrices become floats of the
+engine's dtype at load, except that operators with layers of integers (GPUs) keep those of Q8_0 and
+Q4_0, whose values such layers hold exactly; there embeddings become floats.
 """
 
 import copy

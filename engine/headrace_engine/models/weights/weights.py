@@ -5,7 +5,7 @@ checkpoint fails at once, with file and tensor. Quantised weights are converted 
 for layers that compute with them.
 """
 
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Container, Iterable, Mapping
 from pathlib import Path
 
 import torch
@@ -17,6 +17,7 @@ from ...checkpoints.tensor_files import (
     Portion,
     Shape,
     TensorFiles,
+    TensorHeaders,
     TensorInfo,
     scan,
 )
@@ -56,6 +57,8 @@ _FLOATS = {
 class WeightReader:
     """Reads tensors as `dtype` onto `device`. Raises CheckpointError for anything wrong.
 
+    On the meta device, only headers are read.
+
     `locate` gives the stored name and rows of a tensor; `quantized` is the format of quantised
     matrices; `cuts` gives this rank's part of a tensor.
     """
@@ -72,7 +75,8 @@ class WeightReader:
     ) -> None:
         self.dtype, self.device, self._locate = dtype, device, locate
         self._format, self._cuts = quantized, cuts
-        self._files = TensorFiles(folder, progress)
+        kind = TensorHeaders if device.type == "meta" else TensorFiles
+        self._files = kind(folder, progress)
         self._shapes: dict[str, Shape] = {}  # of stored tensors
         self._expected: Mapping[str, Shape] = {}
         # The last unpacked matrix, for its further parts: they are requested one after the other.
@@ -151,7 +155,8 @@ class WeightReader:
         """Some quantisers store a bias of zeros for layers that have none in the model."""
         if not name.endswith(".bias") or not self._is_quantized(f"{name[:-5]}.weight"):
             return False
-        return not bool(self._files.load(name).any())
+        bias = self._files.load(name)
+        return bias.is_meta or not bool(bias.any())
 
     def expects(self, name: str) -> bool:
         """Whether a tensor was given to `check`."""
@@ -205,6 +210,23 @@ class WeightReader:
         parts = self._stored(names, Float8Weight)
         return None if parts is None else stack_float8(parts)
 
+    def blocks(
+        self, names: Iterable[str], kinds: Container[str]
+    ) -> list[GGUFWeight | torch.Tensor] | None:
+        """The named matrices for reading only: in their blocks if their types in a GGUF file are
+        among `kinds`, else as `view` gives them. None if no type is, or if ranks share matrices."""
+        pieces = {name: self._locate(name) for name in names}
+        stored = {name: self._files.tensors.get(piece.stored) for name, piece in pieces.items()}
+        kept = {name for name, info in stored.items() if info is not None and info.dtype in kinds}
+        if self._cuts is not None or not kept:
+            return None
+        found: list[GGUFWeight | torch.Tensor] = []
+        for name, piece in pieces.items():
+            weight = self._unpack(piece) if name in kept else self.view(name)
+            assert isinstance(weight, GGUFWeight | torch.Tensor), "only GGUF files have blocks"
+            found.append(weight)
+        return found
+
     def _stored(self, names: Iterable[str], kind: type[Stored]) -> list[Stored] | None:
         """This rank's parts of the named matrices as stored; None if one is of another kind."""
         parts: list[Stored] = []
@@ -231,6 +253,8 @@ class WeightReader:
         if not self._is_quantized(piece.stored):
             return piece.of(self._files.load(piece.stored))
         weight = self._unpack(piece)
+        if self.device.type == "meta":
+            return torch.empty(weight.shape, device=self.device)
         # Of a GGUF file's matrices, only a part is in memory as float32.
         return weight.dequantize(dtype) if isinstance(weight, GGUFWeight) else weight.dequantize()
 

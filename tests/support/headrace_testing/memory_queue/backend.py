@@ -25,6 +25,7 @@ from headrace_common.protocol.failures import ended_state
 from headrace_common.protocol.ledger import AttemptUsage, UsageOutcome
 from headrace_common.protocol.registry import RegisteredModel
 from headrace_common.protocol.requests import fingerprint, priority_class, token_cost
+from headrace_common.protocol.variants import EngineSide
 from headrace_common.wire import keys
 from headrace_common.wire.messages import (
     GenerateRequest,
@@ -194,6 +195,7 @@ class MemoryBackend:
             key=request.key,
             adapter=request.lora or "",
             required=required_adapter(request),
+            variant=request.variant,
             expires=now + left + keys.GRACE_MS / 1000,
         )
 
@@ -227,11 +229,13 @@ class MemoryBackend:
         count: int,
         room: int | None,
         adapters: Collection[str] = (),
+        side: EngineSide | None = None,
         bounds: TakeBounds = ALL,
     ) -> Round:
         """TAKE."""
         most = math.inf if room is None else room
         turn = Round(engine, count, most, {"", *adapters}, bounds)
+        turn.side = side or turn.side
         for priority in (2, 3):
             share = min(shard.due[priority] // SHARE, turn.left)
             self._take(shard, priority, share, turn)
@@ -265,8 +269,8 @@ class MemoryBackend:
         if record.deadline <= self.clock():
             self._remove_placed(shard, rid)
             turn.endings.append(self._fail(shard, queue.pop(), FailureCode.DEADLINE, False))
-        elif not turn.fits(record, self.clock()):
-            self._leave(shard, queue, turn)
+        elif not turn.takes(record, self.clock()):
+            self._leave_to_others(shard, queue, turn)
         elif record.placed not in ("", turn.engine) and self._gives_way(shard, rid, turn):
             return
         elif record.prompt_tokens > turn.room:
@@ -275,15 +279,16 @@ class MemoryBackend:
             turn.room -= record.prompt_tokens
             self._remove_placed(shard, rid)
             shard.counters.serve(record.tenant, cost(record.prompt_tokens, record.weight))
-            turn.taken.append(self._lease(queue.pop(), record, turn.engine, suspect=False))
+            taken = self._lease(queue.pop(), record, turn.engine, turn.side, suspect=False)
+            turn.taken.append(taken)
 
-    def _leave(self, shard: Shard, queue: FairQueue, turn: Round) -> None:
-        """Takes the next request that the engine can run before the first, or nothing more."""
+    def _leave_to_others(self, shard: Shard, queue: FairQueue, turn: Round) -> None:
+        """Takes the next request that the engine takes before the first, or nothing more."""
         now = self.clock()
-        able = [r for r in queue.listed() if turn.fits(shard.records[r], now)]
+        able = [r for r in queue.listed() if turn.takes(shard.records[r], now)]
         if able:
             queue.pass_over(able[0])
-        elif any(turn.fits(shard.records[r], now) for r in queue.unread()):
+        elif any(turn.takes(shard.records[r], now) for r in queue.unread()):
             queue.rotate()
         else:
             turn.lacking.add(shard.records[queue.first() or ""].priority)
@@ -315,9 +320,14 @@ class MemoryBackend:
         turn.stopped, turn.free_at = True, free
         return True
 
-    def _lease(self, rid: str, record: Record, engine: str, *, suspect: bool) -> Taken:
+    def _lease(
+        self, rid: str, record: Record, engine: str, side: EngineSide, *, suspect: bool
+    ) -> Taken:
         fresh = record.state == "queued"
         recovered = record.attempt > 0 or not fresh
+        foreign = recovered and _with_other_weights(record, side)
+        if not recovered:
+            record.variant, record.weights = side.variant, side.weights
         record.attempt += 1
         record.state, record.owner, record.executing = "running", engine, False
         record.consumer = engine
@@ -336,6 +346,8 @@ class MemoryBackend:
             placed=placed,
             waited=now - record.admitted,
             left=record.deadline - now,
+            foreign=foreign,
+            abandoned=foreign and not fresh and record.left_to_side,
         )
 
     def _fail(self, shard: Shard, rid: str, why: FailureCode, started: bool) -> Ending:
@@ -355,9 +367,11 @@ class MemoryBackend:
         lease: float,
         suspects: bool,
         adapters: Collection[str] = (),
+        side: EngineSide | None = None,
         bounds: TakeBounds = ALL,
     ) -> tuple[list[Taken], list[Ending]]:
         """REAP."""
+        side = side or EngineSide(alone=True)
         taken: list[Taken] = []
         endings: list[Ending] = []
         for rid, record in sorted(shard.started(), key=lambda item: item[1].priority):
@@ -371,7 +385,7 @@ class MemoryBackend:
             held = not bounds.handed_over and bounds.hold
             if self.clock() - record.handed_over_at < held:
                 continue
-            if record.required not in ("", *adapters):
+            if record.required not in ("", *adapters) or _is_left(record, side):
                 continue
             failures = record.counted_failures
             if failures >= POISON:
@@ -381,7 +395,7 @@ class MemoryBackend:
                 suspects = suspects and failures < SUSPECT
                 record.failures, record.progress_at_take = failures, record.progress
                 suspect = failures >= SUSPECT
-                taken.append(self._lease(rid, record, engine, suspect=suspect))
+                taken.append(self._lease(rid, record, engine, side, suspect=suspect))
         return taken, endings
 
     def owned(self, shard: Shard, rid: str, engine: str, attempt: int | None) -> Record | None:
@@ -424,6 +438,7 @@ class MemoryBackend:
         engine: str,
         attempt: int | None,
         own: bool,
+        for_own_side: bool = False,
         handed_over: bool = False,
     ) -> bool:
         """GIVEBACK."""
@@ -433,6 +448,8 @@ class MemoryBackend:
         record.beaten = -math.inf
         if own:
             record.owner, record.executing = "", False
+        if for_own_side:
+            record.left_to_side = True
         if handed_over:
             record.handed_over_at = self.clock()
         shard.wakeups += 1
@@ -527,6 +544,8 @@ class MemoryBackend:
             shard.images.clear()
             shard.image_tenants.clear()
             shard.image_requests.clear()
+            shard.canary_percent = None
+            shard.side_beats.clear()
             shard.clear()
         for log in (*self.frames.values(), *self.controls.values()):
             log.items.clear()
@@ -547,6 +566,19 @@ def _charge(shard: Shard, record: Record, before: int, after: int) -> None:
     """Counts output tokens, of which `before` were counted already."""
     tokens = cost(OUTPUT * after, record.weight) - cost(OUTPUT * before, record.weight)
     shard.counters.charge(record.tenant, tokens)
+
+
+def _is_left(record: Record, side: EngineSide) -> bool:
+    """Whether a started request waits for its own side."""
+    if record.variant == side.variant:
+        return False
+    pinned = record.left_to_side and side.canary_wanted
+    return not side.alone or pinned and _with_other_weights(record, side)
+
+
+def _with_other_weights(record: Record, side: EngineSide) -> bool:
+    """Whether an engine of this side would continue it with other weights."""
+    return record.variant != side.variant and (not side.weights or side.weights != record.weights)
 
 
 def _conflict(request: GenerateRequest) -> RequestConflict:

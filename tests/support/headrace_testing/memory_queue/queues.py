@@ -35,6 +35,7 @@ from headrace_common.protocol.journal import rebuild_from
 from headrace_common.protocol.ledger import AttemptUsage
 from headrace_common.protocol.redis.framing import frames_of
 from headrace_common.protocol.requests import check_shard, queue_full
+from headrace_common.protocol.variants import CANARY, STABLE, EngineSide
 from headrace_common.wire import keys
 from headrace_common.wire.messages import (
     Cancel,
@@ -224,6 +225,9 @@ class MemoryGatewayQueue:
     async def engines(self, model: str) -> Sequence[EngineStatus]:
         return _engines(self._backend, model)
 
+    async def canary_percent(self, model: str) -> float:
+        return self._backend.shard(model).canary_percent or 0.0
+
     async def drain_rate(self, model: str) -> float:
         now = self._backend.clock()
         return sum(shard.drain_rate(now) for shard in self._backend.shards_of(model))
@@ -248,8 +252,10 @@ class MemoryEngineQueue:
         *,
         shard: int = keys.DEFAULT_SHARD,
         lease_ms: int = keys.LEASE_MS,
+        side: EngineSide | None = None,
     ) -> None:
         self.engine_id = engine_id
+        self._side = side or EngineSide(alone=True)
         self.shard = shard
         self._backend = backend
         self._model = model
@@ -277,7 +283,13 @@ class MemoryEngineQueue:
     async def take(self, count: int, prompt_tokens: int | None = None) -> Sequence[Lease]:
         shard = self._backend.shard(self._model, self.shard)
         turn = self._backend.take(
-            shard, self.engine_id, count, prompt_tokens, self._adapters, self._bounds
+            shard,
+            self.engine_id,
+            count,
+            prompt_tokens,
+            self._adapters,
+            self._side,
+            self._bounds,
         )
         self._left = self._newest(shard) if turn.stopped else set()
         self._free_at = turn.free_at
@@ -290,7 +302,14 @@ class MemoryEngineQueue:
     async def reap(self, count: int, *, suspects: bool = True) -> Sequence[Lease]:
         shard = self._backend.shard(self._model, self.shard)
         taken, endings = self._backend.reap(
-            shard, self.engine_id, count, self._lease, suspects, self._adapters, self._bounds
+            shard,
+            self.engine_id,
+            count,
+            self._lease,
+            suspects,
+            self._adapters,
+            self._side,
+            self._bounds,
         )
         return await self._leases(taken, endings)
 
@@ -344,7 +363,19 @@ class MemoryEngineQueue:
     async def beat(self, progress: Sequence[Progress], status: EngineStatus) -> Mapping[str, Beat]:
         shard = self._backend.shard(self._model, self.shard)
         shard.statuses[self.engine_id] = (self._backend.clock() + self._lease, status)
+        self._beat_side(shard, takes_work=status.takes_work)
         return await self.renew(progress)
+
+    def _beat_side(self, shard: Shard, *, takes_work: bool) -> None:
+        side, beats, now = self._side, shard.side_beats, self._backend.clock()
+        other = STABLE if side.variant == CANARY else CANARY
+        if takes_work and (side.canary_wanted or side.variant == CANARY):
+            beats[side.variant] = now
+        side.canary_wanted = shard.canary_percent is not None
+        if other in beats:
+            side.alone = now - beats[other] > self._lease
+        else:
+            side.alone = other == CANARY
 
     async def renew(self, progress: Sequence[Progress]) -> Mapping[str, Beat]:
         shard = self._backend.shard(self._model, self.shard)
@@ -383,6 +414,8 @@ class MemoryEngineQueue:
         record.writer = f"{self.engine_id}/{attempt}"
         record.progress = record.progress_at_take = sum(len(c.token_ids) for c in choices)
         record.executing = True
+        record.variant, record.weights = self._side.variant, self._side.weights
+        record.left_to_side = False
         return True
 
     async def publish(self, replies: Mapping[str, Sequence[Reply]]) -> None:
@@ -409,11 +442,23 @@ class MemoryEngineQueue:
         shard, used = self._backend.shard(self._model, self.shard), usage or AttemptUsage()
         return self._backend.finish(shard, request_id, self.engine_id, attempt, outcome, used)
 
-    async def give_back(self, request_ids: Sequence[str], *, handed_over: bool = False) -> None:
+    async def give_back(
+        self,
+        request_ids: Sequence[str],
+        *,
+        for_own_side: bool = False,
+        handed_over: bool = False,
+    ) -> None:
         shard = self._backend.shard(self._model, self.shard)
         for request_id in request_ids:
             self._backend.release(
-                shard, request_id, self.engine_id, None, own=True, handed_over=handed_over
+                shard,
+                request_id,
+                self.engine_id,
+                None,
+                own=True,
+                for_own_side=for_own_side,
+                handed_over=handed_over,
             )
         await self._backend.wake(shard)
 
@@ -456,6 +501,8 @@ def _lease(item: Taken, shard: int) -> Lease:
         placed=item.placed,
         waited=item.waited,
         left=item.left,
+        foreign=item.foreign,
+        abandoned=item.abandoned,
     )
 
 

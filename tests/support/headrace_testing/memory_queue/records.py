@@ -47,6 +47,9 @@ class Record:
     lost_at: float = -math.inf
     anew: int = 0  # how often it was queued again after its end
     required: str = ""  # the adapter that its engine must have loaded
+    variant: str = ""  # its side
+    weights: str = ""  # of the engine that runs it
+    left_to_side: bool = False  # whether only engines with these weights may continue it
     handed_over_at: float = -math.inf  # when an engine gave it back with its KV in the shared tier
     given: bool = False  # whether a client was given its outcome
     key: str = ""
@@ -136,6 +139,8 @@ class Taken:
     placed: bool | None
     waited: float
     left: float
+    foreign: bool = False
+    abandoned: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,12 +8,14 @@ from dataclasses import dataclass, field
 
 from headrace_common.protocol.base import EngineStatus, TakeBounds
 from headrace_common.protocol.ledger import UsageEntry
+from headrace_common.protocol.variants import STABLE, EngineSide
 
 from .fairness import Counters, FairQueue
 from .placement import Placed
 from .records import Ending, Record, Taken
 
 RATE_WINDOW = 30.0
+PATIENCE = 10.0
 
 
 class Shard:
@@ -29,6 +31,8 @@ class Shard:
         self.dead_letters: list[tuple[str, str, int]] = []
         self.ledger: list[UsageEntry] = []
         self.due = {2: 0, 3: 0}
+        self.canary_percent: float | None = None
+        self.side_beats: dict[str, float] = {}  # when each side's engines last wrote one
         self.rate = 0.0
         self.rated: float | None = None
         self.first_rated = 0.0
@@ -67,7 +71,7 @@ class Round:
     It may take `most` requests, and prompt tokens while there is `room`. `stopped` says that the
     next request does not fit or, until `free_at`, belongs to another engine. `adapters` are those
     that the engine has loaded, and ""; `lacking` are priorities whose first request is none that
-    the engine takes.
+    the engine takes. `side` is its side.
     """
 
     engine: str
@@ -76,17 +80,28 @@ class Round:
     adapters: set[str] = field(default_factory=lambda: {""})
     bounds: TakeBounds = TakeBounds()
     lacking: set[int] = field(default_factory=set)
+    side: EngineSide = field(default_factory=lambda: EngineSide(alone=True))
     taken: list[Taken] = field(default_factory=list)
     endings: list[Ending] = field(default_factory=list)
     stopped: bool = False
     free_at: float = math.inf
 
-    def fits(self, record: Record, now: float) -> bool:
+    def takes(self, record: Record, now: float) -> bool:
         """Whether the engine takes the request, if there is room."""
-        late = now - record.admitted >= self.bounds.hold
-        return record.required in self.adapters and (
-            late or self.bounds.includes(record.prompt_tokens)
+        return (
+            record.required in self.adapters
+            and self._is_of_side(record, now)
+            and self._is_within_bounds(record, now)
         )
+
+    def _is_of_side(self, record: Record, now: float) -> bool:
+        if self.side.alone or record.variant == self.side.variant:
+            return True
+        return self.side.variant == STABLE and now - record.admitted >= PATIENCE
+
+    def _is_within_bounds(self, record: Record, now: float) -> bool:
+        late = now - record.admitted >= self.bounds.hold
+        return late or self.bounds.includes(record.prompt_tokens)
 
     @property
     def left(self) -> int:

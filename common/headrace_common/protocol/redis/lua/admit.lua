@@ -10,9 +10,9 @@
 --       14 ms to keep the record once it has ended, 15 whether to leave it to another gateway that
 --       has it (0/1), or 2: its outcome is of another history than the client's, 16 tenant, 17 most waiting requests of a tenant (0: as many as of all),
 --       18 the tenant's weight, 19 its API key, 20 its adapter, 21 the bounds of the ledger (as in ledger.lua; "": it is not entered),
---       22 adapter, with its version, that its engine must have loaded, or "";
---       then nothing, or where to place it: 23 the most load of an engine, of what is its share,
---       24 ms that it waits for its engine, 25 sequences that all engines run at once, and of each
+--       22 adapter, with its version, that its engine must have loaded, or "", 23 its side ("" or canary);
+--       then nothing, or where to place it: 24 the most load of an engine, of what is its share,
+--       25 ms that it waits for its engine, 26 sequences that all engines run at once, and of each
 --       engine, the best one first, its id and the sequences that it runs at once
 -- Result  {admitted} | {attached, owner, attempt, former gateway or ""} | {ended, state, why, outcome, attempt}
 --         | {following, owner, attempt, gateway}
@@ -46,13 +46,13 @@ end
 -- The first of the engines whose load is not more than a little above its share; '' where there is
 -- none (consistent hashing with bounded loads: Mirrokni et al., 2018).
 local function place()
-  if #ARGV < 26 then return '' end
+  if #ARGV < 27 then return '' end
   local by_engine, total = running()
-  local capacity = tonumber(ARGV[25])
+  local capacity = tonumber(ARGV[26])
   total = total + counts.w + 1
-  for i = 26, #ARGV, 2 do
+  for i = 27, #ARGV, 2 do
     local engine, own = ARGV[i], tonumber(ARGV[i + 1])
-    local bound = math.ceil(tonumber(ARGV[23]) * total * own / capacity)
+    local bound = math.ceil(tonumber(ARGV[24]) * total * own / capacity)
     if total <= capacity then bound = math.min(bound, own) end
     local load = by_engine[engine] or 0
     for class = 1, 3 do
@@ -68,7 +68,7 @@ local function note_place(engine, mid, now)
   local list = placed_with(priority, engine)
   redis.call('RPUSH', list, rid)
   redis.call('PEXPIRE', list, FORGET)
-  redis.call('HSET', record, 'pe', engine, 'pu', now + tonumber(ARGV[24]))
+  redis.call('HSET', record, 'pe', engine, 'pu', now + tonumber(ARGV[25]))
   if mid == BLOCKED then redis.call('XADD', KEYS[8], 'MAXLEN', '~', 16, '*', 'r', rid) end
 end
 
@@ -161,6 +161,7 @@ if engine ~= '' then note_place(engine, mid, now) end
 if ARGV[14] ~= '0' then redis.call('HSET', record, 'kp', ARGV[14]) end
 if ARGV[18] ~= '1' then redis.call('HSET', record, 'wg', ARGV[18]) end
 if ARGV[22] ~= '' then redis.call('HSET', record, 'lo', ARGV[22]) end
+if ARGV[23] ~= '' then redis.call('HSET', record, 'va', ARGV[23]) end
 redis.call('PEXPIREAT', record, expires)
 redis.call('DEL', journal)
 redis.call('SET', payload, ARGV[13], 'PXAT', expires)

@@ -34,7 +34,7 @@ end
 -- The fields of a waiting request that TAKE needs.
 local function look_up(rid)
   return redis.call('HMGET', RECORDS .. rid, 'st', 'mid', 'd', 'a', 'g', 'v', 'tk', 'pk', 'tn', 'pe', 'pu',
-    't', 'ps', 'wg')
+    't', 'ps', 'wg', 'va')
 end
 
 -- Takes the next blocked request out of its list; returns its id and its fields, or nil.

@@ -7,8 +7,9 @@
 -- ARGV  1 engine id, 2 most requests, 3 lease (ms), 4 protocol version, 5 may have a suspect (0/1),
 --       6 forget idle consumers (0/1), 7 ms to keep the record of one that ends here,
 --       8 ms for which it leaves a request whose KV was handed over to other engines,
+--       9-11 those of variants.lua, 12 whether a canary is wanted (0/1),
 --       then the adapters that the engine has loaded
--- Result  {leases, endings} as TAKE
+-- Result  {leases, endings} as TAKE, but a lease may also be ABANDONED
 local stats, letters = KEYS[1], KEYS[2]
 local engine, count, lease_ms = ARGV[1], tonumber(ARGV[2]), tonumber(ARGV[3])
 local version, suspects, ttl = tonumber(ARGV[4]), tonumber(ARGV[5]), ARGV[7]
@@ -19,7 +20,8 @@ local QUARANTINE = 86400000 -- ms that a poisonous request's payload is kept, to
 local FORGET = 10 -- leases, after which a consumer without pending entries is forgotten
 local now = now_ms()
 local leases, endings = {}, {}
-read_adapters(9)
+read_variant(9)
+read_adapters(13)
 
 local function fail(queue, id, rid, v, why)
   local record, payload, journal = KEYS[6] .. rid, KEYS[7] .. rid, KEYS[8] .. rid
@@ -41,6 +43,18 @@ local function failures(v)
   return tonumber(v[9]) > tonumber(v[10]) and 0 or counted + 1
 end
 
+-- Whether the request waits for its own side. One whose client has tokens of other weights does so as long as that
+-- side is wanted.
+local function is_left(v)
+  if not crosses(v[12]) then return false end
+  return not alone or v[14] == '1' and ARGV[12] == '1' and with_other_weights(v[12], v[13])
+end
+
+local function whose_tokens(v)
+  if not with_other_weights(v[12], v[13]) then return OWN end
+  return v[14] == '1' and ABANDONED or FOREIGN
+end
+
 local function claim(queue, id, rid, v, failed)
   local payload = redis.call('GET', KEYS[7] .. rid)
   if not payload then
@@ -55,14 +69,14 @@ local function claim(queue, id, rid, v, failed)
   redis.call('HSET', KEYS[6] .. rid, 'st', 'running', 'o', engine, 'a', attempt, 'ph', 'w',
     'f', failed, 'pt', v[9])
   leases[#leases + 1] = { rid, attempt, v[5], 1, suspect, payload, 0, now - tonumber(v[11] or now),
-    tonumber(v[3]) - now }
+    tonumber(v[3]) - now, whose_tokens(v) }
 end
 
 local function deal(queue, id)
   local entry = redis.call('XRANGE', queue, id, id)[1]
   local rid = entry and field(entry, 'r')
   local v = rid and redis.call('HMGET', KEYS[6] .. rid, 'st', 'mid', 'd', 'a', 'g', 'v', 'f', 'ph',
-    'pn', 'pt', 't', 'ho')
+    'pn', 'pt', 't', 'va', 'wf', 'ls', 'ho')
   if not v or not v[1] then
     drop(queue, id)
     dead_letter(letters, rid or '', 'no_record', 0)
@@ -70,9 +84,9 @@ local function deal(queue, id)
     drop(queue, id)
   elseif tonumber(v[3]) <= now then
     fail(queue, id, rid, v, 'deadline_exceeded')
-  elseif now - tonumber(v[12] or 0) < hold then
+  elseif now - tonumber(v[15] or 0) < hold then
     return
-  elseif tonumber(v[6]) <= version and not lacks_adapter(KEYS[6] .. rid, v[6]) then
+  elseif tonumber(v[6]) <= version and not is_left(v) and not lacks_adapter(KEYS[6] .. rid, v[6]) then
     local failed = failures(v)
     if failed >= POISON then
       dead_letter(letters, rid, 'poisoned', failed, v[4])

@@ -8,11 +8,11 @@
 --       are made here from the prefixes: same hash tag, same slot.
 -- ARGV  1 engine id, 2 most requests, 3 most prompt tokens (-1: any), 4 protocol version,
 --       5 ms to keep the record of one that ends here, 6 fewest and 7 most tokens of a prompt (-1: any)
---       that it takes, 8 ms for which it leaves others to other engines, then the adapters that the
---       engine has loaded
+--       that it takes, 8 ms for which it leaves others to other engines, 9-11 those of variants.lua,
+--       then the adapters that the engine has loaded
 -- Result  {leases, endings, left}. lease {request id, attempt, gateway, recovered, suspect, payload,
 --         placed: 0 with no engine, 1 with this one, 2 with another, ms since it was admitted,
---         ms until its deadline};
+--         ms until its deadline, OWN or FOREIGN};
 --         ending {request id, attempt, gateway, why}; left: {priority, id, ms} of the entry that did
 --         not fit the prompt tokens (ms -1), or is another engine's for so many ms more, or is none that
 --         this engine takes, and so many ms later it looks again; or {}
@@ -25,7 +25,8 @@ local leases, endings, left = {}, {}, {}
 local charged, served = {}, nil -- tokens of the tenants that were served, and which of them last
 local stopped = {} -- for each priority, `left` if its first request is none that the engine takes
 read_bounds(6, now)
-read_adapters(9)
+read_variant(9)
+read_adapters(12)
 
 -- The id just below `id`; if the group has read it last, `id` is next again.
 local function before(id)
@@ -60,8 +61,13 @@ end
 local function lease(priority, id, rid, v, payload)
   local record, attempt = KEYS[7] .. rid, tonumber(v[4])
   local fields = { 'st', 'running', 'o', engine, 'a', attempt + 1, 'ph', 'w', 'mid', id }
+  local whose = OWN
   -- A first run writes the journal from its start; a later one only after RESUME.
-  if attempt == 0 then fields[11], fields[12] = 'je', engine .. '/1' end
+  if attempt == 0 then
+    for _, field in ipairs({ 'je', engine .. '/1', 'va', variant, 'wf', weights }) do fields[#fields + 1] = field end
+  elseif with_other_weights(v[15], redis.call('HGET', record, 'wf')) then
+    whose = FOREIGN
+  end
   redis.call('HSET', record, unpack(fields))
   local tenant, tokens = v[9] or 'default', cost(tonumber(v[8]), v[14])
   no_longer_waiting(priority, tenant, v[7])
@@ -72,7 +78,7 @@ local function lease(priority, id, rid, v, payload)
     charged[tenant], served = (charged[tenant] or 0) + tokens, tenant
   end
   leases[#leases + 1] = { rid, attempt + 1, v[5], attempt > 0 and 1 or 0, 0, payload, placed(v),
-    now - tonumber(v[12] or now), tonumber(v[3]) - now }
+    now - tonumber(v[12] or now), tonumber(v[3]) - now, whose }
 end
 
 -- Whether an entry just read, which is placed with another engine, is not for this one now: it is
@@ -95,8 +101,8 @@ local function give_way(queue, priority, id, rid, v)
 end
 
 -- Leaves an entry just read, which this engine does not take, to other engines.
-local function leave(queue, priority, id, rid, v)
-  if pass_unfit(queue, priority, id, rid, v) then return end
+local function leave_to_others(queue, priority, id, rid, v)
+  if pass_over(queue, priority, id, rid, v, now) then return end
   unread(queue, id, rid)
   stopped[priority] = { priority, id, LOOK_AGAIN }
 end
@@ -117,8 +123,8 @@ local function deal(queue, priority, id, rid, v)
     no_longer_waiting(priority, v[9] or 'default', v[7])
     unplace(priority, v[10], rid)
     redis.call('XADD', wakeups, 'MAXLEN', '~', 16, '*', 'r', rid)
-  elseif is_out_of_bounds(v[8], v[12]) or lacks_adapter(RECORDS .. rid, v[6]) then
-    leave(queue, priority, id, rid, v)
+  elseif is_for_others(v[15], v[8], v[12], now) or lacks_adapter(RECORDS .. rid, v[6]) then
+    leave_to_others(queue, priority, id, rid, v)
   elseif placed(v) == 2 and give_way(queue, priority, id, rid, v) then
     return
   elseif room >= 0 and tonumber(v[8]) > room then

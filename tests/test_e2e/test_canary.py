@@ -1,0 +1,145 @@
+"""Real engines of two revisions of a model: which of them answers, and who continues an answer."""
+
+import asyncio
+import json
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import httpx
+import pytest
+
+from headrace_common.protocol.redis.client.connection import Connection, ConnectionConfig
+from headrace_common.protocol.redis.variants import RedisCanary
+from headrace_common.protocol.variants import drawn
+from headrace_testing.checkpoints import save_checkpoint
+from headrace_testing.processes import Starter, until
+from headrace_testing.stack import MODEL, EngineProcess, Stack
+
+PROMPT = [3, 4, 5]
+LONG = 900  # tokens, so that an answer lasts until its engine is killed
+PERCENT = 40
+# Long enough that no side counts as gone because the machine is busy.
+LEASE = ("--lease", "10")
+
+
+class Rollout:
+    """A stable engine, and canaries with other weights. The gateway knows the stable model."""
+
+    def __init__(self, stack: Stack, revision: Path, folder: Path, start: Starter) -> None:
+        self.stack = stack
+        self.url = stack.gateways[0].url
+        self._revision, self._folder, self._start = revision, folder, start
+
+    def add_canary(self) -> EngineProcess:
+        log = self._folder / f"canary-{len(self.stack.engines)}.log"
+        flags = ("--variant", "canary", "--no-register-model", *LEASE)
+        engine = EngineProcess(self._revision, self.stack.redis_url, log, *flags, start=self._start)
+        self.stack.engines.append(engine)
+        engine.await_log("engine ready")
+        return engine
+
+    def set_percent(self, percent: float | None) -> None:
+        async def write() -> None:
+            connection = Connection(ConnectionConfig(url=self.stack.redis_url))
+            try:
+                await RedisCanary(connection).set_percent(MODEL, percent)
+            finally:
+                await connection.close()
+
+        asyncio.run(write())
+
+    def answer(self, max_tokens: int = 16) -> tuple[str, str]:
+        """A request's id and the text of its answer."""
+        body = {"model": MODEL, "prompt": PROMPT, "max_tokens": max_tokens, "temperature": 0}
+        reply = httpx.post(f"{self.url}/v1/completions", json=body, timeout=120)
+        assert reply.status_code == 200, reply.text
+        return reply.headers["x-request-id"], reply.json()["choices"][0]["text"]
+
+    def answers_like(self, text: str) -> Callable[[], bool]:
+        return lambda: self.answer()[1] == text
+
+    def stream(self, begun: Callable[[], None]) -> tuple[str, dict[str, object] | None]:
+        """Streams a long answer; calls `begun` in its middle. Returns its text and its error."""
+        body = {"model": MODEL, "prompt": PROMPT, "max_tokens": LONG, "temperature": 0}
+        text, error, chunks = "", None, 0
+        with httpx.stream(
+            "POST", f"{self.url}/v1/completions", json={**body, "stream": True}, timeout=120
+        ) as reply:
+            for line in reply.iter_lines():
+                if not line.startswith("data: {"):
+                    continue
+                event = json.loads(line.removeprefix("data: "))
+                if "error" in event:
+                    error = event["error"]
+                    continue
+                text += event["choices"][0]["text"]
+                chunks += 1
+                if chunks == 3:
+                    begun()
+        return text, error
+
+
+@pytest.fixture
+def rollout(checkpoint: Path, tmp_path: Path, start: Starter) -> Iterator[Rollout]:
+    revision = save_checkpoint(tmp_path / "new", "llama", seed=1, max_position_embeddings=1024)
+    stack = Stack(checkpoint, tmp_path, start=start)
+    try:
+        stack.add_engine(*LEASE)
+        stack.add_gateway()
+        stack.await_engines(1)
+        yield Rollout(stack, revision, tmp_path, start)
+    finally:
+        stack.close()
+
+
+def test_a_canary_gets_its_share_of_requests_and_continues_its_own_answers(
+    rollout: Rollout,
+) -> None:
+    _, old = rollout.answer()
+    canary = rollout.add_canary()
+    rollout.set_percent(100)
+    until(lambda: rollout.answer()[1] != old, "an answer of the canary")
+    _, new = rollout.answer()
+
+    rollout.set_percent(PERCENT)
+    until(rollout.answers_like(old), "an answer of the stable engine")
+    answers = [rollout.answer() for _ in range(40)]
+    assert answers == [(rid, new if drawn(rid, PERCENT) else old) for rid, _ in answers]
+    assert {text for _, text in answers} == {old, new}
+
+    rollout.set_percent(100)
+    until(rollout.answers_like(new), "an answer of the canary")
+    _, whole = rollout.answer(LONG)
+    assert whole.startswith(new)
+    next_one = rollout.add_canary()
+
+    def kill_both() -> None:
+        for engine in (canary, next_one):
+            rollout.stack.retire(engine)
+        rollout.add_canary()
+
+    assert rollout.stream(kill_both) == (whole, None), "no token is of the stable weights"
+    rollout.stack.engines[-1].kill()
+    until(rollout.answers_like(old), "the stable engine to answer in the canary's place")
+
+
+def test_an_answer_of_a_revision_that_is_gone_fails_instead_of_changing_weights(
+    rollout: Rollout,
+) -> None:
+    _, old = rollout.answer()
+    canary = rollout.add_canary()
+    rollout.set_percent(100)
+    until(lambda: rollout.answer()[1] != old, "an answer of the canary")
+    _, whole = rollout.answer(LONG)
+    assert not whole.startswith(old)
+
+    def remove() -> None:
+        rollout.set_percent(None)
+        rollout.stack.retire(canary)
+
+    text, error = rollout.stream(remove)
+
+    assert whole.startswith(text)
+    assert text != whole
+    assert error is not None
+    assert error["code"] == "state_lost"
