@@ -1,49 +1,81 @@
 """Finds how a checkpoint reads images, from its small files."""
 
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 from ..text.checkpoint import PREPROCESSOR_FILE, PROCESSOR_FILE, CheckpointFiles
 from ..text.errors import TokenizerError
 from ..text.tokenizer import Tokenizer
-from .layout import ImageFormat
+from .family import FamilyFiles
+from .gemma3 import Gemma3Images
+from .glm4v import Glm4vImages
+from .idefics3 import Idefics3Images
+from .layout import ImageFormat, PromptTokens
+from .pixtral import PixtralImages
 from .qwen_vl import QwenVLImages
 
-_QWEN_VL = frozenset({"qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe"})
+# Makes a family's format from a checkpoint's files; None if they do not say enough.
+FamilyReader = Callable[[FamilyFiles], ImageFormat | None]
+# By the model_type of config.json.
+FAMILIES: dict[str, FamilyReader] = {
+    "gemma3": Gemma3Images.from_files,
+    "glm4v": Glm4vImages.from_files,
+    "glm46v": Glm4vImages.from_files,
+    "idefics3": Idefics3Images.from_files,
+    "smolvlm": Idefics3Images.from_files,
+    "mistral3": PixtralImages.from_files,
+    "qwen2_vl": QwenVLImages.from_files,
+    "qwen2_5_vl": QwenVLImages.from_files,
+    "qwen3_vl": QwenVLImages.from_files,
+    "qwen3_vl_moe": QwenVLImages.from_files,
+    "qwen3_5": QwenVLImages.from_files,
+    "qwen3_5_moe": QwenVLImages.from_files,
+}
 
 
 def read_image_format(files: CheckpointFiles, tokenizer: Tokenizer) -> ImageFormat | None:
-    """How a checkpoint reads images; see `image_format`. Raises TokenizerError."""
-    processor = processor_config(files.json(PROCESSOR_FILE), files.json(PREPROCESSOR_FILE))
+    """How a checkpoint reads images; see `image_format`. Raises TokenizerError, also for a token
+    that its images need and the tokenizer does not have."""
     try:
-        return image_format(files.json("config.json"), processor, tokenizer.token_to_id)
+        form = image_format(
+            files.json("config.json"),
+            files.json(PROCESSOR_FILE),
+            files.json(PREPROCESSOR_FILE),
+            PromptTokens(
+                tokenizer.token_to_id, partial(tokenizer.encode, add_special_tokens=False)
+            ),
+        )
+        if form is not None:
+            form.token_ids(form.grid(224, 224))
     except (TypeError, ValueError, AttributeError) as error:
         raise TokenizerError(
             f"{files.origin}: its image processor's configuration is invalid: {error}"
         ) from error
+    return form
 
 
 def image_format(
     config: Mapping[str, Any],
     processor: Mapping[str, Any],
-    token_id: Callable[[str], int | None],
+    preprocessor: Mapping[str, Any],
+    tokens: PromptTokens,
 ) -> ImageFormat | None:
     """How a model reads images; None if it reads none, or in a way that is not known here.
 
-    `config` is its config.json, `processor` its image processor's configuration (see
-    `processor_config`). `token_id` returns the id of a special token.
+    `config`, `processor` and `preprocessor` are its config.json, processor_config.json and
+    preprocessor_config.json, empty without the file. `tokens` are the tokenizer's.
     """
-    if config.get("model_type") in _QWEN_VL and processor:
-        placeholder = config.get("image_token_id", token_id("<|image_pad|>"))
-        if isinstance(placeholder, int):
-            return QwenVLImages.from_config(placeholder, processor)
-    return None
-
-
-def processor_config(
-    processor: Mapping[str, Any], preprocessor: Mapping[str, Any]
-) -> Mapping[str, Any]:
-    """An image processor's configuration, from processor_config.json or, where it is not there,
-    preprocessor_config.json."""
+    family = FAMILIES.get(str(config.get("model_type")))
     nested = processor.get("image_processor")
-    return nested if isinstance(nested, Mapping) else preprocessor
+    image_processor = nested if isinstance(nested, Mapping) else preprocessor
+    if family is None or not image_processor:
+        return None
+    return family(
+        FamilyFiles(
+            config=config,
+            processor=processor,
+            image_processor=image_processor,
+            tokens=tokens,
+        )
+    )

@@ -1,11 +1,13 @@
 """The tokens that stand for an image in a prompt, as a family of models counts them."""
 
-from collections.abc import Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any
 
 from ..errors import HeadraceError
-from ..wire.images import ImageSpan
+from ..text.errors import TokenizerError
+from ..wire.images import Grid, ImageSpan
 
 
 class ImageError(HeadraceError):
@@ -22,20 +24,74 @@ class ImageLayout:
     """
 
     token_ids: Sequence[int]
-    grid: tuple[int, int, int]
+    grid: Grid
 
 
-class ImageFormat(Protocol):
+class ImageFormat(ABC):
     """How a model reads images.
 
-    The chat template writes the token `placeholder` once for each image.
+    The chat template writes the token `placeholder` once for each image. With M-RoPE `merge` x
+    `merge` patches share a position; None: each token has one, as text. With `bidirectional` the
+    tokens that embeddings replace see those after them in the same image. `processor_options` are
+    arguments of transformers' image processor beside the image. `rewritten` is a text of the chat
+    template and what replaces it before the prompt is tokenised; None: nothing does.
     """
 
+    placeholder: int
+
     @property
-    def placeholder(self) -> int: ...
+    def merge(self) -> int | None:
+        return None
+
+    @property
+    def bidirectional(self) -> bool:
+        return False
+
+    @property
+    def processor_options(self) -> Mapping[str, Any]:
+        return {}
+
+    @property
+    def rewritten(self) -> tuple[str, str] | None:
+        return None
+
+    @abstractmethod
+    def grid(self, width: int, height: int) -> Grid:
+        """The grid of an image of this size in pixels, see ImageSpan. Raises ImageError."""
+
+    @abstractmethod
+    def token_ids(self, grid: Grid) -> Sequence[int]:
+        """The tokens of an image with this grid. Raises TokenizerError for a token that the
+        tokenizer does not have."""
 
     def layout(self, width: int, height: int) -> ImageLayout:
-        """The tokens of an image of this size in pixels. Raises ImageError."""
+        """The layout of an image of this size in pixels. Raises ImageError."""
+        grid = self.grid(width, height)
+        return ImageLayout(token_ids=self.token_ids(grid), grid=grid)
+
+    def rewrite(self, text: str) -> str:
+        """The text of a prompt as it is tokenised."""
+        return text if self.rewritten is None else text.replace(*self.rewritten)
+
+
+class PromptTokens:
+    """The tokens of a tokenizer that stand around and between parts of images. They are looked up
+    when they are needed: engines read images without a tokenizer. `find` returns the id of a
+    special token, None if there is none, `encode` the ids of a text."""
+
+    def __init__(
+        self, find: Callable[[str], int | None], encode: Callable[[str], Sequence[int]]
+    ) -> None:
+        self.find, self.encode = find, encode
+
+    def __getitem__(self, token: str) -> int:
+        found = self.find(token)
+        if found is None:
+            raise TokenizerError(f"the tokenizer has no token {token}, which images need")
+        return found
+
+
+NO_TOKENS = PromptTokens(lambda _: None, lambda _: ())
 
 
 class PlaceholderMismatch(HeadraceError):

@@ -1,42 +1,49 @@
-"""Images of Qwen2-VL, Qwen2.5-VL and Qwen3-VL: resized to whole patches, 2 x 2 of them a token."""
+"""Images of Qwen2-VL, Qwen2.5-VL, Qwen3-VL and Qwen 3.5: resized to whole patches, 2 x 2 of them a
+token."""
 
 import math
-from collections.abc import Mapping
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
-from .layout import ImageError, ImageLayout
+from ..wire.images import Grid
+from .family import FamilyFiles
+from .layout import ImageError, ImageFormat
 
 MAX_ASPECT_RATIO = 200
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class QwenVLImages:
+class QwenVLImages(ImageFormat):
     """The ImageFormat of these families. The defaults are those of transformers' processor."""
 
     placeholder: int
     patch_size: int = 14
-    merge_size: int = 2
+    merge: int = 2
     min_pixels: int = 56 * 56
     max_pixels: int = 28 * 28 * 1280
 
     @classmethod
-    def from_config(cls, placeholder: int, processor: Mapping[str, Any]) -> "QwenVLImages":
-        """Reads an image processor's configuration."""
+    def from_files(cls, files: FamilyFiles) -> "QwenVLImages | None":
+        """Reads an image processor's configuration; None if there is no placeholder."""
+        placeholder = files.image_token("<|image_pad|>")
+        if placeholder is None:
+            return None
+        processor = files.image_processor
         size = processor.get("size") or {}
         given = {
             "patch_size": processor.get("patch_size"),
-            "merge_size": processor.get("merge_size"),
+            "merge": processor.get("merge_size"),
             "min_pixels": processor.get("min_pixels") or size.get("shortest_edge"),
             "max_pixels": processor.get("max_pixels") or size.get("longest_edge"),
         }
         return cls(placeholder=placeholder, **{k: int(v) for k, v in given.items() if v})
 
-    def layout(self, width: int, height: int) -> ImageLayout:
+    def grid(self, width: int, height: int) -> Grid:
         resized_width, resized_height = self.resized(width, height)
-        grid = (1, resized_height // self.patch_size, resized_width // self.patch_size)
-        tokens = grid[1] * grid[2] // self.merge_size**2
-        return ImageLayout(token_ids=(self.placeholder,) * tokens, grid=grid)
+        return 1, resized_height // self.patch_size, resized_width // self.patch_size
+
+    def token_ids(self, grid: Grid) -> Sequence[int]:
+        return (self.placeholder,) * (grid[1] * grid[2] // self.merge**2)
 
     def resized(self, width: int, height: int) -> tuple[int, int]:
         """Width and height that the image is resized to. Raises ImageError.
@@ -49,7 +56,7 @@ class QwenVLImages:
                 f"{width} x {height} pixels: one side is over {MAX_ASPECT_RATIO} times as long as "
                 "the other"
             )
-        side = self.patch_size * self.merge_size
+        side = self.patch_size * self.merge
         wide, high = round(width / side) * side, round(height / side) * side
         if wide * high > self.max_pixels:
             shrink = math.sqrt(height * width / self.max_pixels)

@@ -13,6 +13,8 @@ DIGEST_BYTES = 32
 MAX_IMAGES = 1024
 # The longest side of a grid, in patches, and the most frames.
 MAX_GRID = 2**16
+# Frames, and patches in height and width.
+Grid = tuple[int, int, int]
 
 
 @dataclass(frozen=True, slots=True, weakref_slot=True, eq=False)
@@ -37,7 +39,7 @@ class ImageSpan:
     digest: bytes
     start: int
     length: int
-    grid: tuple[int, int, int]
+    grid: Grid
     data: ImageData | None = field(default=None, compare=False, repr=False)
 
     @property

@@ -15,7 +15,7 @@ import torch
 from ..core.attention_backend import AttentionMetadata, KVSpec, LayerCache, LayerParams
 from ..kernels.cpu import library, structs
 from ..kernels.cpu.executor import pointer
-from ..layers.fp8_cache import E4M3, E5M2
+from ..layers.fp8_cache import E4M3, E5M2, raw
 from .memory import zeros
 from .reference import ReferenceBackend
 from .step_cache import StepCache
@@ -93,6 +93,30 @@ class CpuBackend:
         if failed:
             raise MemoryError("no memory for the work list of paged attention")
         return output
+
+    def read_kv(
+        self, cache: LayerCache, blocks: torch.Tensor, begin: int, end: int, dtype: torch.dtype
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        if cache[0].dim() == 4:
+            return self._reference.read_kv(cache, blocks, begin, end, dtype)
+        # As kernels/cpu/tile.h describes a tile.
+        size, pack = cache[1].shape[1], 2 if dtype is torch.bfloat16 else 1
+        first, last = begin // size, -(-end // size)
+        found = raw(cache[0]).index_select(0, blocks[first:last].long())
+        count, tiles, heads, _, elements = found.shape
+        dims = elements // TILE
+        shapes = (dims // pack, TILE, pack), (TILE // pack, dims, pack)
+        orders = (0, 1, 4, 2, 3, 5), (0, 1, 3, 5, 2, 4)
+        keys, values = (
+            found[:, :, :, part]
+            .reshape(count, tiles, heads, *shape)
+            .permute(order)
+            .reshape(count, tiles * TILE, heads, dims)[:, :size]
+            .flatten(0, 1)[begin - first * size : end - first * size]
+            .view(cache[0].dtype)
+            for part, (shape, order) in enumerate(zip(shapes, orders, strict=True))
+        )
+        return keys, values
 
     def forward_latent(
         self,

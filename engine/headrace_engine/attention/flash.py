@@ -17,6 +17,7 @@ from torch.nn import functional as F
 from ..core.attention_backend import AttentionMetadata, KVSpec, LayerCache, LayerParams
 from ..core.errors import ConfigError
 from .memory import zeros
+from .reference import ReferenceBackend
 from .step_cache import StepCache
 
 # Flash Attention 2 refuses other page sizes: "block size must be divisible by 256".
@@ -159,6 +160,11 @@ class FlashBackend:
     def copy_blocks(self, cache: LayerCache, copies: torch.Tensor) -> None:
         for part in cache:
             part.index_copy_(0, copies[:, 1], part.index_select(0, copies[:, 0]))
+
+    def read_kv(
+        self, cache: LayerCache, blocks: torch.Tensor, begin: int, end: int, dtype: torch.dtype
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        return ReferenceBackend().read_kv(cache, blocks, begin, end, dtype)
 
     def forward(
         self,

@@ -57,6 +57,17 @@ class ReferenceBackend:
             output[rows] = attend(query[rows], keys, values, params)
         return output
 
+    def read_kv(
+        self, cache: LayerCache, blocks: torch.Tensor, begin: int, end: int, dtype: torch.dtype
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        size = cache[0].shape[1]
+        first = begin // size
+        keys, values = (
+            gather(part, blocks[first:], end - first * size)[begin - first * size :]
+            for part in cache
+        )
+        return keys, values
+
     def forward_latent(
         self,
         query: torch.Tensor,

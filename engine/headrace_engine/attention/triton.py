@@ -142,6 +142,21 @@ class TritonBackend:
         query = rotate_and_store(rows, target, self.dependent_launches)
         return self.attend(query, cache, metadata, params)
 
+    def read_kv(
+        self, cache: LayerCache, blocks: torch.Tensor, begin: int, end: int, dtype: torch.dtype
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        size = cache[0].shape[2]
+        first, last = begin // size, -(-end // size)
+        keys, values = (
+            raw(part)
+            .index_select(0, blocks[first:last].long())
+            .transpose(1, 2)
+            .flatten(0, 1)[begin - first * size : end - first * size]
+            .view(part.dtype)
+            for part in cache
+        )
+        return keys, values
+
     def forward_latent(
         self,
         query: torch.Tensor,

@@ -701,11 +701,26 @@ _QWEN3_VL = Architecture(
     mrope="interleaved",
     mrope_section=(24, 20, 20),
 )
+_GLM4V = {
+    "glm4v_text": replace(
+        ARCHITECTURES["Glm4ForCausalLM"],
+        qkv_bias_field=None,
+        head_dim=None,
+        max_position_embeddings=32768,
+        partial_rotary=1.0,
+        rms_norm_eps=1e-5,
+        mrope="split",
+        mrope_section=(8, 12, 12),
+    )
+}
 # Kimi K2.5's decoder, under its published and its transformers name.
 _KIMI = dict.fromkeys(("kimi_k2", "deepseek_v3"), ARCHITECTURES["DeepseekV3ForCausalLM"])
 # The decoders of multimodal models by their text_config's model_type; the first if it has none.
 MULTIMODAL: dict[str, dict[str, Architecture]] = {
     "Gemma3ForConditionalGeneration": {"gemma3_text": ARCHITECTURES["Gemma3ForCausalLM"]},
+    "Glm4vForConditionalGeneration": _GLM4V,
+    "Glm46VForConditionalGeneration": _GLM4V,
+    "Idefics3ForConditionalGeneration": {"llama": ARCHITECTURES["LlamaForCausalLM"]},
     "KimiK25ForConditionalGeneration": _KIMI,
     "Kimi_K25ForConditionalGeneration": _KIMI,
     "Llama4ForConditionalGeneration": {"llama4_text": ARCHITECTURES["Llama4ForCausalLM"]},
@@ -713,6 +728,7 @@ MULTIMODAL: dict[str, dict[str, Architecture]] = {
         "mistral": ARCHITECTURES["MistralForCausalLM"],
         "ministral3": ARCHITECTURES["Ministral3ForCausalLM"],
     },
+    "SmolVLMForConditionalGeneration": {"llama": ARCHITECTURES["LlamaForCausalLM"]},
     "Qwen2VLForConditionalGeneration": {"qwen2_vl_text": _QWEN2_VL},
     "Qwen2_5_VLForConditionalGeneration": {"qwen2_5_vl_text": _QWEN2_VL},
     "Qwen3VLForConditionalGeneration": {"qwen3_vl_text": _QWEN3_VL},

@@ -147,7 +147,9 @@ def _axes(rope: Fields, family: Architecture, frequencies: int) -> tuple[int, ..
     """The position, of three, that each frequency rotates by."""
     section = rope.get("mrope_section", list(family.mrope_section))
     whole = isinstance(section, list) and all(isinstance(size, int) for size in section)
-    if not whole or len(section) != 3 or sum(section) != frequencies or min(section) < 0:
+    # The default is for the usual size of heads; others are rotated as it goes.
+    fits = whole and (sum(section) == frequencies or section == list(family.mrope_section))
+    if not fits or len(section) != 3 or min(section) < 0:
         raise rope.error("mrope_section", f"three whole numbers that add up to {frequencies}")
     if family.mrope == "split":
         return tuple(axis for axis, size in enumerate(section) for _ in range(size))

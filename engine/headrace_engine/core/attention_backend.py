@@ -149,6 +149,22 @@ class LatentBackend(Protocol):
 
 
 @runtime_checkable
+class ReadsKV(Protocol):
+    """A backend that returns the keys and values of its cache."""
+
+    def read_kv(
+        self,
+        cache: LayerCache,
+        blocks: torch.Tensor,
+        begin: int,
+        end: int,
+        dtype: torch.dtype,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Keys and values [end - begin, Hkv, D] of the positions from `begin` to `end` of one
+        sequence, as they are stored. `dtype` is that of queries."""
+
+
+@runtime_checkable
 class AttendsInChunks(Protocol):
     """A backend that supports LayerParams.chunk."""
 

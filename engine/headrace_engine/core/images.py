@@ -1,50 +1,58 @@
 """Images of a prompt: where each one is, and what the vision tower reads of it."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
-import numpy as np
 import numpy.typing as npt
 
 from headrace_common.wire.images import ImageSpan
 
-Patches = npt.NDArray[np.float32]
+
+@dataclass(frozen=True, slots=True, weakref_slot=True, eq=False)
+class Pixels:
+    """What a vision tower reads of an image: its arguments, by name, as the family's image
+    processor makes them."""
+
+    arrays: Mapping[str, npt.NDArray[Any]]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PromptImage:
-    """An image of a prompt; `patches` [number, elements] are what the vision tower reads.
+    """An image of a prompt; `pixels` are what the vision tower reads.
 
     In the rotation an image may take fewer positions than it has tokens (M-RoPE): its first one is
     at `position`, and `shift`, 0 or below, is added to the positions of the tokens after it.
     """
 
     span: ImageSpan
-    patches: Patches
+    pixels: Pixels
     position: int
     shift: int
 
 
 @dataclass(frozen=True, slots=True)
 class ImageLimits:
-    """The most images of a prompt, and the most tokens of images that are kept encoded."""
+    """The most images of a prompt, and the most tokens of one image. With `whole` a step computes
+    an image as a whole: its tokens see those after them."""
 
     images: int
     tokens: int
+    whole: bool = False
 
 
 def place_images(
-    images: Iterable[tuple[ImageSpan, Patches]], merge: int | None
+    images: Iterable[tuple[ImageSpan, Pixels]], merge: int | None
 ) -> tuple[PromptImage, ...]:
     """The images of one prompt, in order. With M-RoPE an image takes as many positions as its
     longer side has tokens, each of `merge` x `merge` patches; None: positions are not moved."""
     placed: list[PromptImage] = []
     shift = 0
-    for span, patches in images:
+    for span, pixels in images:
         position = span.start + shift
         if merge is not None:
             shift += max(span.grid[1:]) // merge - span.length
-        placed.append(PromptImage(span, patches, position, shift))
+        placed.append(PromptImage(span, pixels, position, shift))
     return tuple(placed)
 
 

@@ -119,7 +119,7 @@ def _kv_bytes(config: ModelConfig, dtype: torch.dtype) -> int:
     return sum(config.cached_elements(layer) for layer in layers) * dtype.itemsize
 
 
-def main(folder: str, ranks: int) -> None:
+def main(folder: str, ranks: int = 1) -> None:
     try:
         found = {**asdict(describe(load_checkpoint(folder), ranks)), "problem": None}
     except EngineError as error:

@@ -4,13 +4,17 @@ import logging
 
 import torch
 
+from headrace_common.images.formats import FAMILIES
+
 from ..checkpoints.checkpoint import Checkpoint
 from ..core.config import EngineConfig
 from ..core.errors import ConfigError
 from ..models.base import CausalModel
 from ..models.decoder.decoder import Decoder
 from ..models.decoder.fused import FusedDecoder
-from ..models.vision.tower import TOWERS, VisionTower, load_tower
+from ..models.hybrid.decoder import HybridDecoder
+from ..models.vision.image_reader import read_format
+from ..models.vision.tower import VisionTower, load_tower
 
 logger = logging.getLogger(__name__)
 
@@ -29,25 +33,30 @@ def pick_tower(
     asked = config.limit_mm_per_prompt.get("image")
     if asked == 0:
         return None
-    reason = _refusal(config, checkpoint, model)
-    if reason is None:
-        return load_tower(checkpoint, dtype, device)
+    form = read_format(checkpoint)
+    reason = _refusal(config, checkpoint, model, form is not None)
+    if reason is None and form is not None:
+        return load_tower(checkpoint, form, dtype, device)
     if asked is not None:
         raise ConfigError(f"limit_mm_per_prompt: {reason}: set image to 0")
-    if checkpoint.architecture in TOWERS:
+    if checkpoint.config.get("model_type") in FAMILIES:
         logger.info("the model reads text only", extra={"reason": reason})
     return None
 
 
-def _refusal(config: EngineConfig, checkpoint: Checkpoint, model: CausalModel) -> str | None:
-    """Why the model reads no images; None if it reads them."""
-    if checkpoint.architecture not in TOWERS:
+def _refusal(
+    config: EngineConfig, checkpoint: Checkpoint, model: CausalModel, known: bool
+) -> str | None:
+    """Why the model reads no images; None if it reads them. `known`: its format is known."""
+    if checkpoint.config.get("model_type") not in FAMILIES:
         return f"{checkpoint.architecture} has no vision tower that is supported"
     size = config.tensor_parallel_size
     reasons = {
-        "the checkpoint has no preprocessor_config.json": not _has_processor(checkpoint),
+        "the checkpoint has no preprocessor_config.json": not known,
         "embeddings of images are not supported": config.task == "embed",
-        "images need the native decoder": not isinstance(model, Decoder | FusedDecoder),
+        "images need the native decoder": not isinstance(
+            model, Decoder | FusedDecoder | HybridDecoder
+        ),
         "images cannot be computed with deterministic": config.deterministic,
         "an engine that reads images cannot sleep (enable_sleep_mode)": config.enable_sleep_mode,
         "load_format dummy loads no vision tower": config.load_format == "dummy",
@@ -57,8 +66,3 @@ def _refusal(config: EngineConfig, checkpoint: Checkpoint, model: CausalModel) -
         ),
     }
     return next((reason for reason, holds in reasons.items() if holds), None)
-
-
-def _has_processor(checkpoint: Checkpoint) -> bool:
-    names = ("preprocessor_config.json", "processor_config.json")
-    return any((checkpoint.folder / name).is_file() for name in names)

@@ -12,7 +12,7 @@ import torch
 from ..core.config import EngineConfig
 from ..core.images import ImageLimits, PromptImage
 from ..core.step_plan import ScheduledSequence, SchedulerOutput
-from ..models.base import VisionRows
+from ..models.base import BidirectionalSpan, VisionRows
 from ..models.placed_model import PlacedModel
 from ..models.vision.tower import MOST_IMAGES, VisionTower
 from .input_batch import StepBatch
@@ -21,11 +21,16 @@ Ints = npt.NDArray[np.int64]
 
 
 class _Rows(NamedTuple):
-    """The rows of one image in a step, and which of its embeddings they get."""
+    """The rows of one image in a step, and which of its embeddings they get. They are of the
+    `sequence`-th sequence, from its position `first` on; the image's last embedding is before
+    `end`."""
 
     image: PromptImage
     rows: Ints
     embeddings: slice
+    sequence: int
+    first: int
+    end: int
 
 
 class VisionRuntime:
@@ -35,7 +40,11 @@ class VisionRuntime:
         self._tower, self._device = tower, device
         self.reader, self._merge = tower.reader, tower.reader.merge
         most = config.limit_mm_per_prompt.get("image", MOST_IMAGES)
-        self.limits = ImageLimits(most, config.encoder_cache_bytes // tower.token_bytes)
+        room = config.encoder_cache_bytes // tower.token_bytes
+        self._bidirectional = tower.reader.bidirectional
+        if self._bidirectional:
+            room = min(room, config.max_num_batched_tokens)
+        self.limits = ImageLimits(most, room, whole=self._bidirectional)
         self._encoded: dict[bytes, torch.Tensor] = {}
 
     @classmethod
@@ -59,17 +68,21 @@ class VisionRuntime:
         if not found:
             return None
         rows = np.concatenate([each.rows for each in found])
-        positions = np.concatenate([self._positions(each) for each in found], axis=1)
+        positions = None
+        if self._merge is not None:
+            merge = self._merge
+            positions = np.concatenate([_positions(each, merge) for each in found], axis=1)
         parts = [self._encoded[each.image.span.digest][:, each.embeddings] for each in found]
         return VisionRows(
             torch.from_numpy(rows).to(self._device),
             torch.cat(parts, dim=1),
-            torch.from_numpy(positions).to(self._device),
+            None if positions is None else torch.from_numpy(positions).to(self._device),
+            tuple(map(_span, found)) if self._bidirectional else (),
         )
 
     def _rows(self, scheduled: tuple[ScheduledSequence, ...]) -> Iterator[_Rows]:
         first = 0
-        for item in scheduled:
+        for index, item in enumerate(scheduled):
             for image in item.sequence.request.images:
                 span = image.span
                 if span.start >= item.start + item.length or span.end <= item.start:
@@ -79,12 +92,21 @@ class VisionRuntime:
                 begin, end = np.searchsorted(places, (item.start, item.start + item.length))
                 if begin < end:
                     rows = first + places[begin:end] - item.start
-                    yield _Rows(image, rows, slice(int(begin), int(end)))
+                    which = slice(int(begin), int(end))
+                    last = int(places[-1]) + 1
+                    yield _Rows(image, rows, which, index, int(places[begin]), last)
             first += item.length + len(item.drafts)
 
-    def _positions(self, found: _Rows) -> Ints:
-        """Frame, row and column [3, rows] of an image's tokens, from its position on."""
-        grid = found.image.span.grid
-        shape = (grid[0], grid[1] // self._merge, grid[2] // self._merge)
-        places: Ints = np.indices(shape).reshape(3, -1)[:, found.embeddings]
-        return places + found.image.position
+
+def _span(found: _Rows) -> BidirectionalSpan:
+    first, count = int(found.rows[0]), len(found.rows)
+    assert found.first + count == found.end, "the step computes the image to its end"
+    return BidirectionalSpan(slice(first, first + count), found.sequence, found.first)
+
+
+def _positions(found: _Rows, merge: int) -> Ints:
+    """Frame, row and column [3, rows] of an image's tokens, from its position on."""
+    grid = found.image.span.grid
+    shape = (grid[0], grid[1] // merge, grid[2] // merge)
+    places: Ints = np.indices(shape).reshape(3, -1)[:, found.embeddings]
+    return places + found.image.position

@@ -15,18 +15,32 @@ from ..lora.batch import LoRABatch
 
 
 @dataclass(frozen=True, slots=True)
+class BidirectionalSpan:
+    """Rows of a batch, all up to the end of an image, that see each other and all positions before.
+
+    They are of the sequence with this index in the batch, from its position `first` on."""
+
+    rows: slice
+    sequence: int
+    first: int
+
+
+@dataclass(frozen=True, slots=True)
 class VisionRows:
     """The V rows of a batch that are parts of images.
 
     rows        int64 [V]
     embeddings  [levels, V, hidden size]  the first replaces the token's own, the others are added
                                           to what the first layers return.
-    positions   int64 [3, V]              frame, row and column, for rotations with M-RoPE.
+    positions   int64 [3, V]              frame, row and column, for rotations with M-RoPE; None
+                                          without.
+    spans                                 the rows that see later ones of their image.
     """
 
     rows: torch.Tensor
     embeddings: torch.Tensor
-    positions: torch.Tensor
+    positions: torch.Tensor | None
+    spans: tuple[BidirectionalSpan, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

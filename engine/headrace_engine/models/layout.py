@@ -56,7 +56,7 @@ _EXPERT = re.compile(r"(.*\.mlp\.experts)\.(\d+)\.(gate_proj|up_proj|down_proj)\
 _PREFIX, _EMBEDDING = "model.", "embed_tokens.weight"
 # Where multimodal checkpoints keep their decoder: instead of the names' own prefix, or before it,
 # where the head is in the same part.
-_INSTEAD = ("model.language_model.", _PREFIX)
+_INSTEAD = ("model.language_model.", "model.text_model.", _PREFIX)
 _BEFORE = "language_model."
 
 
@@ -160,9 +160,9 @@ class TensorLayout:
     def _merged(self, name: str) -> Piece:
         found = _MERGED[self._layout].match(name)
         if found is None:
-            return Piece(_glm4(name) if self._layout == "glm4" else name)
+            return Piece(self._in_text_part(_glm4(name) if self._layout == "glm4" else name))
         matrix, start, stop, rows = self._slices[found[2]]
-        return Piece(f"{found[1]}.{matrix}.{found[3]}", start, stop, rows)
+        return Piece(self._in_text_part(f"{found[1]}.{matrix}.{found[3]}"), start, stop, rows)
 
     def _stacked(self, name: str, renamed: dict[str, str], step: int) -> Piece:
         """With a `step` of 2 gates and ups alternate, otherwise all gates come first."""

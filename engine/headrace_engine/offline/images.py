@@ -3,15 +3,22 @@
 import base64
 import binascii
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from headrace_common.images.layout import ImageError, ImageFormat, PlaceholderMismatch, expand
+from headrace_common.images.layout import (
+    NO_TOKENS,
+    ImageError,
+    PlaceholderMismatch,
+    PromptTokens,
+    expand,
+)
 from headrace_common.wire.images import image_digest
 
-from ..checkpoints.checkpoint import Checkpoint, JsonObject, read_json
+from ..checkpoints.checkpoint import Checkpoint
 from ..core.errors import RequestError
 from ..core.images import PromptImage
-from ..models.vision.image_reader import MAX_PIXELS, ImageReader
+from ..models.vision.image_reader import MAX_PIXELS, ImageReader, read_format
 from .arguments import NO_MEDIA
 from .tokenizer import ChatTokenizer
 
@@ -29,7 +36,11 @@ class ImagePrompts:
         self, checkpoint: Checkpoint, tokenizer: ChatTokenizer | None, reader: ImageReader | None
     ) -> None:
         self._reader = reader
-        self._format = None if reader is None else _format(checkpoint, tokenizer)
+        tokens = NO_TOKENS
+        if tokenizer is not None:
+            encode = partial(tokenizer.encode, add_special_tokens=False)
+            tokens = PromptTokens(tokenizer.token_to_id, encode)
+        self._format = None if reader is None else read_format(checkpoint, tokens)
 
     def expand(
         self, token_ids: list[int], images: Sequence["Image"], salt: bytes
@@ -132,17 +143,3 @@ def _image(value: Any) -> "Image":
 def _content(image: "Image") -> bytes:
     """What tells the image from others."""
     return repr(image.size).encode() + image.tobytes()
-
-
-def _format(checkpoint: Checkpoint, tokenizer: ChatTokenizer | None) -> ImageFormat | None:
-    from headrace_common.images.formats import image_format, processor_config
-
-    names = ("processor_config.json", "preprocessor_config.json")
-    processor = processor_config(*(_optional(checkpoint, name) for name in names))
-    find = (lambda _: None) if tokenizer is None else tokenizer.token_to_id
-    return image_format(checkpoint.config, processor, find)
-
-
-def _optional(checkpoint: Checkpoint, name: str) -> JsonObject:
-    file = checkpoint.folder / name
-    return read_json(file) if file.is_file() else {}

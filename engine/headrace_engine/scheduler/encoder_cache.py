@@ -98,3 +98,15 @@ class EncoderCache:
         self._left -= size
         self._new.append(image)
         self.encoded += 1
+
+
+def whole_images(images: Sequence[PromptImage], start: int, end: int, *, grow: bool = True) -> int:
+    """The end of a run from `start` that does not end inside an image: it ends before that image,
+    or if it cannot begin otherwise, with `grow` after it."""
+    for image in images:
+        span = image.span
+        if span.start < end < span.end:
+            if span.start > start:
+                return span.start
+            return span.end if grow else start
+    return end

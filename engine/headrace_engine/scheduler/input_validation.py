@@ -106,9 +106,14 @@ def _check_images(request: EngineRequest, limits: Limits) -> None:
     most = max(span.length for span in images)
     if most > limits.images.tokens:
         raise RequestError(
-            f"an image has {most} tokens, but there is room for {limits.images.tokens} encoded "
-            "ones: send a smaller image or raise encoder_cache_bytes"
+            f"an image has {most} tokens, but there is room for {limits.images.tokens}: send a "
+            f"smaller image or raise {_room(limits.images)}"
         )
+
+
+def _room(images: ImageLimits) -> str:
+    both = " and max_num_batched_tokens" if images.whole else ""
+    return f"encoder_cache_bytes{both}"
 
 
 def _check_prompt(request: EngineRequest, limits: Limits) -> None:

@@ -7,7 +7,7 @@ sequence preempt a running one.
 from ..core.request import Sequence, State
 from ..core.step_plan import ScheduledSequence
 from ..kv_cache.kv_cache_manager import Copies
-from .encoder_cache import EncoderCache
+from .encoder_cache import EncoderCache, whole_images
 from .preemption import Preemption
 from .prefix_tiers import PrefixTiers
 from .request_queue import Key, LazyHeap, Queue
@@ -25,6 +25,7 @@ class PrefillScheduler:
 
     With `whole_prompts`, prompts are not split into chunks: one that exceeds the budget of a step
     gets a step of its own. `encoder` decides about images; None: the model reads none.
+    With `whole_images` no chunk ends inside an image: a step may exceed its budget by one.
     `prefix_hits` and `prefix_misses` count tokens of sequences when they start first.
     """
 
@@ -38,6 +39,7 @@ class PrefillScheduler:
         tiers: PrefixTiers | None = None,
         whole_prompts: bool = False,
         encoder: EncoderCache | None = None,
+        whole_images: bool = False,
     ) -> None:
         self._state = state
         self._kv = state.kv
@@ -48,6 +50,7 @@ class PrefillScheduler:
         self._watermark = watermark
         self._whole_prompts = whole_prompts
         self._encoder = encoder
+        self._whole_images = whole_images
         self.prefix_hits = 0
         self.prefix_misses = 0
 
@@ -56,7 +59,7 @@ class PrefillScheduler:
     ) -> int:
         """A chunk for each running prefill, earliest first; returns the rest of `budget`."""
         for sequence in sorted(self._state.prefilling, key=self._state.key):
-            if budget == 0:
+            if budget <= 0:
                 break
             budget -= self._schedule_chunk(sequence, budget, scheduled, copies)
         return budget
@@ -152,8 +155,13 @@ class PrefillScheduler:
         scored = self._is_scored(sequence)
         if scored:
             budget = min(budget, MAX_SCORED - sum(item.scores for item in scheduled))
-        end = self._kv.fit(sequence, self._until_fork(sequence, min(known, start + budget)))
+        end = min(known, start + budget)
+        if self._whole_images:
+            end = whole_images(sequence.request.images, start, end)
+        end = self._kv.fit(sequence, self._until_fork(sequence, end))
         if self._encoder is not None and sequence.request.images and end > start:
+            if self._whole_images:  # there may be fewer blocks
+                end = whole_images(sequence.request.images, start, end, grow=False)
             end = self._encoder.reach(sequence.request.images, start, end)
         if end <= start:
             return 0

@@ -97,6 +97,7 @@ class Scheduler:
             tiers=self._tiers,
             whole_prompts=limits.pooler is not None and limits.pooler.bidirectional,
             encoder=self._encoder,
+            whole_images=limits.images is not None and limits.images.whole,
         )
         self._buffered = BufferedOutputs(self._state, limits)
         self._prefill_budget = PrefillBudget(config.itl_target, self._costs)

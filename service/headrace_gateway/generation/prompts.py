@@ -217,6 +217,8 @@ def _encoded(
     model: ServedModel, text: str, size: int, options: ChatOptions, context: int | None
 ) -> list[int]:
     special = options.add_special_tokens
+    if model.images is not None:
+        text = model.images.rewrite(text)
     encode = partial(
         model.tokenizer.encode_protected,
         text,

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 import transformers
 from safetensors.torch import load_file, save_file
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from headrace_engine.engine.engine import Engine
 from headrace_engine.model_runner.model_runner import ModelRunner
@@ -138,13 +138,6 @@ _QWEN35_MOE: dict[str, Any] = {
     "moe_intermediate_size": 48,
     "shared_expert_intermediate_size": 80,
 }
-_QWEN_VISION: dict[str, Any] = {
-    "depth": 1,
-    "hidden_size": 16,
-    "num_heads": 2,
-    "intermediate_size": 16,
-    "out_hidden_size": 64,
-}
 _QWEN_VL: dict[str, Any] = {
     "image_token_id": VOCAB - 1,
     "video_token_id": VOCAB - 2,
@@ -167,6 +160,18 @@ _QWEN_TOWER: dict[str, Any] = {
     "intermediate_size": 48,
     "patch_size": 4,
 }
+_QWEN35_TOWER: dict[str, Any] = {
+    **_QWEN_TOWER,
+    "out_hidden_size": 64,
+    "num_position_embeddings": 36,
+}
+_QWEN35_ROPE: dict[str, Any] = {
+    "rope_type": "default",
+    "rope_theta": 10000.0,
+    "partial_rotary_factor": 0.5,
+    "mrope_section": [3, 3, 2],
+    "mrope_interleaved": True,
+}
 
 
 _LLAMA4: dict[str, Any] = {
@@ -184,16 +189,78 @@ _LLAMA4: dict[str, Any] = {
 }
 
 
+# A square is 16 x 16 pixels and has 4 tokens.
+_IDEFICS3: dict[str, Any] = {
+    "text_config": {**_GROUPED, "model_type": "llama"},
+    "vision_config": {
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+        "image_size": 16,
+        "patch_size": 4,
+    },
+    "image_token_id": VOCAB - 1,
+    "tie_word_embeddings": False,
+}
+_SQUARES: dict[str, Any] = {
+    "image_processor_type": "Idefics3ImageProcessor",
+    "size": {"longest_edge": 48},
+    "max_image_size": {"longest_edge": 16},
+}
+_AROUND_SQUARES = (
+    "<fake_token_around_image>",
+    "<global-img>",
+    *(f"<row_{row}_col_{column}>" for row in range(1, 4) for column in range(1, 4)),
+)
+
+
+_GLM4V: dict[str, Any] = {
+    "image_token_id": VOCAB - 1,
+    "video_token_id": VOCAB - 2,
+    "image_start_token_id": VOCAB - 3,
+    "image_end_token_id": VOCAB - 4,
+    "video_start_token_id": VOCAB - 5,
+    "video_end_token_id": VOCAB - 6,
+    "tie_word_embeddings": False,
+    "text_config": {
+        **_GROUPED,
+        "rope_parameters": {
+            "rope_type": "default",
+            "rope_theta": 10000.0,
+            "partial_rotary_factor": 0.5,
+            "mrope_section": [1, 2, 1],
+        },
+    },
+    "vision_config": {
+        "depth": 2,
+        "hidden_size": 32,
+        "num_heads": 2,
+        "intermediate_size": 48,
+        "out_hidden_size": 64,
+        "image_size": 32,
+        "patch_size": 4,
+    },
+}
+# An image counts twice.
+_GLM_IMAGES: dict[str, Any] = {
+    **_QWEN_IMAGES,
+    "image_processor_type": "Glm4vImageProcessor",
+    "size": {"shortest_edge": 128, "longest_edge": 8192},
+}
+
+
 @dataclass(frozen=True, slots=True)
 class Shape:
     """The name of a transformers config class, and the options of the tiny model. `renamed` maps
     what transformers writes into names of tensors to what published files have there. `processor`
-    is its preprocessor_config.json, if it reads images."""
+    is its preprocessor_config.json, if it reads images, for which the tokenizer has `tokens`."""
 
     config: str
     options: dict[str, Any]
     renamed: dict[str, str] = field(default_factory=dict)
     processor: dict[str, Any] = field(default_factory=dict)
+    tokens: tuple[str, ...] = ()
 
 
 SHAPES: dict[str, Shape] = {
@@ -352,19 +419,29 @@ SHAPES: dict[str, Shape] = {
     "gemma3-multimodal": Shape(
         "Gemma3Config",
         {
-            "text_config": {**_GROUPED, "head_dim": 32, "sliding_window": 10},
+            "text_config": {
+                **_GROUPED,
+                "num_hidden_layers": 3,
+                "head_dim": 32,
+                "sliding_window": 10,
+                "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+            },
             "vision_config": {
                 "hidden_size": 32,
                 "intermediate_size": 32,
-                "num_hidden_layers": 1,
+                "num_hidden_layers": 2,
                 "num_attention_heads": 2,
-                "image_size": 28,
-                "patch_size": 14,
+                "image_size": 48,
+                "patch_size": 6,
             },
-            "mm_tokens_per_image": 4,
+            "mm_tokens_per_image": 16,
             "image_token_index": VOCAB - 1,
             "boi_token_index": VOCAB - 2,
             "eoi_token_index": VOCAB - 3,
+        },
+        processor={
+            "image_processor_type": "Gemma3ImageProcessor",
+            "size": {"height": 48, "width": 48},
         },
     ),
     "gpt_neox": Shape("GPTNeoXConfig", {**_SIZES, "tie_word_embeddings": False}),
@@ -432,22 +509,37 @@ SHAPES: dict[str, Shape] = {
                 **_GROUPED,
                 "model_type": "ministral3",
                 "head_dim": 32,
-                "sliding_window": 9,
+                "sliding_window": None,
                 "rope_parameters": {**_YARN, "llama_4_scaling_beta": 0.5},
             },
             "vision_config": {
                 "model_type": "pixtral",
                 "hidden_size": 32,
                 "intermediate_size": 32,
-                "num_hidden_layers": 1,
+                "num_hidden_layers": 2,
                 "num_attention_heads": 2,
                 "head_dim": 16,
-                "image_size": 28,
-                "patch_size": 14,
+                "image_size": 64,
+                "patch_size": 4,
             },
             "image_token_index": VOCAB - 1,
+            "spatial_merge_size": 2,
         },
+        processor={"image_processor_type": "PixtralImageProcessor", "size": {"longest_edge": 64}},
+        tokens=("[IMG_BREAK]", "[IMG_END]"),
     ),
+    "glm4v": Shape("Glm4vConfig", _GLM4V, processor=_GLM_IMAGES),
+    "glm46v": Shape(
+        "Glm46VConfig",
+        {
+            **_GLM4V,
+            "text_config": {**_GLM4V["text_config"], "model_type": "glm4v_text"},
+            "vision_config": {**_GLM4V["vision_config"], "model_type": "glm4v_vision"},
+        },
+        processor={**_GLM_IMAGES, "image_processor_type": "Glm46VImageProcessor"},
+    ),
+    "smolvlm": Shape("SmolVLMConfig", _IDEFICS3, processor=_SQUARES, tokens=_AROUND_SQUARES),
+    "idefics3": Shape("Idefics3Config", _IDEFICS3, processor=_SQUARES, tokens=_AROUND_SQUARES),
     "gpt2": Shape("GPT2Config", {**_SIZES, "tie_word_embeddings": False}),
     "glm": Shape("GlmConfig", {**_GROUPED, "head_dim": 32}),
     "glm4": Shape("Glm4Config", {**_GROUPED, "head_dim": 32}),
@@ -748,13 +840,27 @@ HYBRID_SHAPES: dict[str, Shape] = {
     "qwen3_5-multimodal": Shape(
         "Qwen3_5Config",
         {
-            "text_config": {**_GROUPED, "num_hidden_layers": 4, "head_dim": 32, **_DELTA},
-            "vision_config": _QWEN_VISION,
+            **_QWEN_VL,
+            "text_config": {
+                **_GROUPED,
+                **_DELTA,
+                "num_hidden_layers": 4,
+                "head_dim": 32,
+                "rope_parameters": _QWEN35_ROPE,
+            },
+            "vision_config": _QWEN35_TOWER,
         },
+        processor=_QWEN_IMAGES,
     ),
     "qwen3_5-moe": Shape("Qwen3_5MoeTextConfig", _QWEN35_MOE),
     "qwen3_5-moe-multimodal": Shape(
-        "Qwen3_5MoeConfig", {"text_config": _QWEN35_MOE, "vision_config": _QWEN_VISION}
+        "Qwen3_5MoeConfig",
+        {
+            **_QWEN_VL,
+            "text_config": {**_QWEN35_MOE, "rope_parameters": _QWEN35_ROPE},
+            "vision_config": _QWEN35_TOWER,
+        },
+        processor=_QWEN_IMAGES,
     ),
 }
 HYBRID = tuple(HYBRID_SHAPES)
@@ -812,7 +918,9 @@ def save_checkpoint(
         _rename(folder / "model.safetensors", SHAPES[name].renamed)
     if SHAPES[name].processor:
         (folder / "preprocessor_config.json").write_text(json.dumps(SHAPES[name].processor))
-    make_tokenizer().save(str(folder / "tokenizer.json"))
+    tokenizer = make_tokenizer()
+    tokenizer.add_special_tokens([AddedToken(each) for each in SHAPES[name].tokens])
+    tokenizer.save(str(folder / "tokenizer.json"))
     return folder
 
 

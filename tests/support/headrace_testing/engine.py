@@ -3,12 +3,10 @@
 from collections.abc import Iterable
 from math import inf
 
-import numpy as np
-
 from headrace_common.sampling.params import SamplingParams
 from headrace_common.wire.images import ImageSpan
 from headrace_engine.core.config import EngineConfig
-from headrace_engine.core.images import PromptImage
+from headrace_engine.core.images import Pixels, PromptImage
 from headrace_engine.core.outputs import SequenceOutput
 from headrace_engine.core.request import EngineRequest, Sequence
 from headrace_engine.kv_cache.kv_cache_manager import KVCacheManager
@@ -99,7 +97,7 @@ def prompt_image(name: str, start: int, length: int) -> PromptImage:
     span = ImageSpan(
         digest=name.encode().ljust(32), start=start, length=length, grid=(1, 2, 2 * length)
     )
-    return PromptImage(span, np.empty((0, 0), dtype=np.float32), position=start, shift=0)
+    return PromptImage(span, Pixels({}), position=start, shift=0)
 
 
 class Rig:

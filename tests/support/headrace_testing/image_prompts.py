@@ -1,5 +1,6 @@
 """Prompts with images: transformers' greedy tokens for them, and the engine's requests."""
 
+import inspect
 from collections.abc import Iterator, Sequence
 from functools import cached_property
 from pathlib import Path
@@ -9,15 +10,14 @@ import numpy as np
 import torch
 import transformers
 from PIL import Image
-from tokenizers import AddedToken
+from tokenizers import AddedToken, Tokenizer
 
-from headrace_common.images.formats import image_format
-from headrace_common.images.layout import expand
+from headrace_common.images.layout import ImageFormat, PromptTokens, expand
 from headrace_common.wire.images import image_digest
-from headrace_engine.checkpoints.checkpoint import load_checkpoint, read_json
+from headrace_engine.checkpoints.checkpoint import load_checkpoint
 from headrace_engine.core.images import PromptImage
 from headrace_engine.core.request import EngineRequest
-from headrace_engine.models.vision.image_reader import ImageReader
+from headrace_engine.models.vision.image_reader import ImageReader, read_format
 
 from .checkpoints import MARGIN, make_tokenizer, save_checkpoint
 from .draft_heads import change_config
@@ -29,6 +29,7 @@ _TEMPLATE = (
     "{% else %}{% for part in m.content %}{% if part.type == 'image' %}<|image_pad|>"
     "{% else %}{{ part.text }}{% endif %}{% endfor %}{% endif %}{% endfor %}<s>assistant"
 )
+_KINDS = frozenset({"token_type_ids", "mm_token_type_ids"})
 # Ids of tokens, and images.
 Prompt = Sequence[int | Image.Image]
 
@@ -59,15 +60,17 @@ class ImagePrompts:
         model = kind.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager")
         self._model = model.eval()
         self.image_token: int = self._model.config.image_token_id
+        # The argument that says which tokens are of images, if the model asks.
+        self._kinds = _KINDS & inspect.signature(self._model.forward).parameters.keys()
 
     def check(self, prompt: Prompt, output: Sequence[int]) -> None:
         """Fails unless each of these tokens has transformers' largest logit after those before it,
         but for the end of the sequence. Of a near-tie, either token may follow."""
         ids, images = self._inputs(prompt)
         known = torch.tensor([[*ids, *output[:-1]]])
-        kinds = (known == self.image_token).int()
+        kinds = {name: (known == self.image_token).int() for name in self._kinds}
         with torch.inference_mode():
-            found = self._model(known, mm_token_type_ids=kinds, **images).logits[0]
+            found = self._model(known, **kinds, **images).logits[0]
         logits = found[len(ids) - 1 :].clone()
         logits[:, [self._model.generation_config.eos_token_id, self.image_token]] = -torch.inf
         chosen = logits.gather(1, torch.tensor(output)[:, None])[:, 0]
@@ -84,17 +87,23 @@ class ImagePrompts:
 
     def read(self, prompt: Prompt) -> tuple[list[int], tuple[PromptImage, ...]]:
         images = [part for part in prompt if not isinstance(part, int)]
-        config = load_checkpoint(str(self._folder)).config
-        kind = image_format(config, read_json(self._folder / "preprocessor_config.json"), _no_token)
-        assert kind is not None
-        short = [part if isinstance(part, int) else kind.placeholder for part in prompt]
-        found = [(image_digest(each.tobytes(), b""), kind.layout(*each.size)) for each in images]
-        ids, spans = expand(kind.placeholder, short, found)
+        form = self._form
+        short = [part if isinstance(part, int) else form.placeholder for part in prompt]
+        found = [(image_digest(each.tobytes(), b""), form.layout(*each.size)) for each in images]
+        ids, spans = expand(form.placeholder, short, found)
         return ids, self._reader.read(spans, images)
 
     @cached_property
+    def _form(self) -> ImageFormat:
+        tokenizer = Tokenizer.from_file(str(self._folder / "tokenizer.json"))
+        tokens = PromptTokens(tokenizer.token_to_id, lambda text: tokenizer.encode(text).ids)
+        form = read_format(load_checkpoint(str(self._folder)), tokens)
+        assert form is not None
+        return form
+
+    @cached_property
     def _reader(self) -> ImageReader:
-        return ImageReader(self._folder, merge=2)
+        return ImageReader(self._folder, self._form)
 
     @cached_property
     def _processor(self) -> Any:
@@ -103,22 +112,16 @@ class ImagePrompts:
 
     def _inputs(self, prompt: Prompt) -> tuple[list[int], dict[str, torch.Tensor]]:
         """Ids with the tokens of images, and what the model reads of them."""
-        ids: list[int] = []
-        made: list[Any] = []
+        form, ids = self._form, list[int]()
         for part in prompt:
-            if isinstance(part, int):
-                ids.append(part)
-                continue
-            made.append(self._processor(images=[part], return_tensors="pt"))
-            ids += [self.image_token] * (int(made[-1]["image_grid_thw"].prod()) // 4)
-        names = ("pixel_values", "image_grid_thw") if made else ()
-        return ids, {name: torch.cat([each[name] for each in made]) for name in names}
+            ids += [part] if isinstance(part, int) else form.token_ids(form.grid(*part.size))
+        images = [part for part in prompt if not isinstance(part, int)]
+        if not images:
+            return ids, {}
+        made = self._processor(images=images, return_tensors="pt", **form.processor_options)
+        return ids, dict(made)
 
 
 def text(seed: int, length: int) -> Iterator[int]:
     """Random ids of tokens that are none of the special ones."""
     return iter(np.random.default_rng(seed).integers(3, 250, length).tolist())
-
-
-def _no_token(token: str) -> None:
-    return None

@@ -25,8 +25,16 @@ ROOT = Path(__file__).resolve().parents[3]
 TESTS = ROOT / "tests" / "test_engine"
 MARKS = ("proves", "refuses")
 # `tokens` are those of transformers, through a native implementation.
-Kind = Literal["tokens", "native call", "quantised", "ranks", "adapters", "mtp"]
-KINDS: tuple[Kind, ...] = ("tokens", "native call", "quantised", "ranks", "adapters", "mtp")
+Kind = Literal["tokens", "images", "native call", "quantised", "ranks", "adapters", "mtp"]
+KINDS: tuple[Kind, ...] = (
+    "tokens",
+    "images",
+    "native call",
+    "quantised",
+    "ranks",
+    "adapters",
+    "mtp",
+)
 
 
 @dataclass(frozen=True, slots=True, order=True)

@@ -61,7 +61,7 @@ def found_of(printed: str, code: int) -> dict[str, tuple[str, str]]:
 def ask_here(monkeypatch: pytest.MonkeyPatch) -> None:
     """Runs the programs that describe a checkpoint in this process."""
 
-    def ask(module: str, folder: Path) -> dict[str, Any]:
+    def ask(module: str, folder: Path, *_ranks: str) -> dict[str, Any]:
         with redirect_stdout(io.StringIO()) as printed:
             import_module(module).main(str(folder))
         found: dict[str, Any] = json.loads(printed.getvalue())

@@ -2,13 +2,21 @@
 
 import pytest
 
-from headrace_common.images.formats import image_format, processor_config
-from headrace_common.images.layout import ImageError, ImageLayout, PlaceholderMismatch, expand
+from headrace_common.images.formats import image_format
+from headrace_common.images.layout import (
+    NO_TOKENS,
+    ImageError,
+    ImageLayout,
+    PlaceholderMismatch,
+    PromptTokens,
+    expand,
+)
 from headrace_common.images.qwen_vl import QwenVLImages
 from headrace_common.wire.images import ImageSpan, image_digest
 
 ONE, OTHER = image_digest(b"one", b""), image_digest(b"other", b"")
 PAD = 9
+TOKENS = PromptTokens(lambda _: PAD, lambda _: ())
 
 
 def layout(*token_ids: int) -> ImageLayout:
@@ -45,21 +53,24 @@ def test_a_digest_depends_on_the_image_and_on_the_salt() -> None:
 
 def test_an_image_that_is_too_long_for_its_width_is_refused() -> None:
     with pytest.raises(ImageError, match="over 200 times"):
-        QwenVLImages(placeholder=PAD).layout(2, 401)
+        QwenVLImages(placeholder=PAD).grid(2, 401)
 
 
 def test_only_known_families_read_images() -> None:
     processor = {"patch_size": 14}
+    qwen = {"model_type": "qwen2_5_vl"}
 
-    assert image_format({"model_type": "llama"}, processor, lambda _: PAD) is None
-    assert image_format({"model_type": "qwen2_5_vl"}, {}, lambda _: PAD) is None
-    assert image_format({"model_type": "qwen2_5_vl"}, processor, lambda _: None) is None
-    found = image_format({"model_type": "qwen2_5_vl", "image_token_id": 7}, processor, lambda _: 1)
+    assert image_format({"model_type": "llama"}, {}, processor, TOKENS) is None
+    assert image_format(qwen, {}, {}, TOKENS) is None
+    assert image_format(qwen, {}, processor, NO_TOKENS) is None
+    found = image_format({**qwen, "image_token_id": 7}, {}, processor, TOKENS)
     assert found is not None and found.placeholder == 7
 
 
 def test_the_newer_file_of_a_processor_takes_precedence() -> None:
-    older = {"patch_size": 14}
+    qwen, older = {"model_type": "qwen2_5_vl"}, {"patch_size": 14}
 
-    assert processor_config({"image_processor": {"patch_size": 16}}, older) == {"patch_size": 16}
-    assert processor_config({"processor_class": "x"}, older) == older
+    newer = image_format(qwen, {"image_processor": {"patch_size": 28}}, older, TOKENS)
+    other = image_format(qwen, {"processor_class": "x"}, older, TOKENS)
+    assert newer is not None and newer.grid(112, 112) == (1, 4, 4)
+    assert other is not None and other.grid(112, 112) == (1, 8, 8)

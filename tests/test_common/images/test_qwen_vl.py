@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
-from headrace_common.images.qwen_vl import QwenVLImages
+from headrace_common.images.formats import image_format
+from headrace_common.images.layout import NO_TOKENS
 
 SIDES = (1, 13, 14, 27, 28, 29, 42, 55, 70, 99, 223, 224, 225, 501, 640, 1080)
 CONFIGS: tuple[dict[str, Any], ...] = (
@@ -20,7 +21,9 @@ CONFIGS: tuple[dict[str, Any], ...] = (
 @pytest.mark.parametrize("config", CONFIGS)
 def test_grids_equal_those_of_transformers(config: dict[str, Any]) -> None:
     theirs = Qwen2VLImageProcessorPil(**config, do_rescale=False, do_normalize=False)
-    ours = QwenVLImages.from_config(7, config)
+    files = {"model_type": "qwen2_vl", "image_token_id": 7}
+    ours = image_format(files, {}, {"image_processor_type": "any", **config}, NO_TOKENS)
+    assert ours is not None
     sizes = [(w, h) for w in SIDES for h in SIDES if max(w, h) <= 200 * min(w, h)]
 
     for width, height in sizes[:: 1 if config else 3]:
@@ -29,7 +32,7 @@ def test_grids_equal_those_of_transformers(config: dict[str, Any]) -> None:
         expected = tuple(grid["image_grid_thw"][0].tolist())
         found = ours.layout(width, height)
         assert found.grid == expected, (width, height)
-        assert len(found.token_ids) == np.prod(expected) // ours.merge_size**2
+        assert len(found.token_ids) == np.prod(expected) // config.get("merge_size", 2) ** 2
         assert set(found.token_ids) == {7}
 
 

@@ -70,6 +70,10 @@ NATIVE = [
     "granite",
     "ministral3",
     "mistral3-multimodal",
+    "glm4v",
+    "glm46v",
+    "smolvlm",
+    "idefics3",
     "glm",
     "glm4",
     "exaone4",
@@ -121,7 +125,7 @@ FEW = (
     "glm4", "exaone4", "ernie4_5", "seed_oss", "solar-open", "olmoe",
     "deepseek-v2-lite", "glm-moe-dsa", "glm4-moe-lite", "hunyuan", "hunyuan-moe", "llama4-two",
     "llama4-multimodal", "kimi-k25-multimodal", "glm-moe-dsa-shared", "qwen2-vl", "qwen2.5-vl",
-    "qwen3-vl",
+    "qwen3-vl", "glm4v", "glm46v", "smolvlm", "idefics3",
 )  # fmt: skip
 
 native_kernels = pytest.mark.skipif("cpu" not in cpu_backends(), reason="no native kernels")

@@ -1,11 +1,12 @@
 """Which images a step encodes, and which encoded ones are dropped: least recently used first,
 within a budget of a step and the room for encoded images. No image waits indefinitely."""
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from headrace_engine.core.images import PromptImage
-from headrace_engine.scheduler.encoder_cache import EncoderCache
+from headrace_engine.scheduler.encoder_cache import EncoderCache, whole_images
 from headrace_testing.engine import prompt_image
 
 
@@ -88,3 +89,23 @@ def test_the_first_run_of_a_step_is_never_kept_waiting(
         assert sum(kept.values()) <= 20
         for one, end in zip(images, ends, strict=True):
             assert end == (5 if one.span.digest in kept else 0)
+
+
+@pytest.mark.parametrize(
+    ("start", "end", "expected"),
+    [
+        (0, 4, 4),  # before the image
+        (0, 7, 5),  # the run ends before it
+        (5, 7, 9),  # it begins with it, and contains all of it
+        (6, 7, 9),  # after a prefix hit
+        (0, 9, 9),
+        (5, 12, 12),
+    ],
+)
+def test_a_run_does_not_end_inside_a_whole_image(start: int, end: int, expected: int) -> None:
+    images = [prompt_image("a", 5, 4)]
+    assert whole_images(images, start, end) == expected
+
+
+def test_a_run_without_blocks_for_a_whole_image_waits() -> None:
+    assert whole_images([prompt_image("a", 5, 4)], 5, 7, grow=False) == 5

@@ -15,7 +15,7 @@ from headrace_common.sealing.sealer import SealingError
 from headrace_common.wire.images import ImageSpan, image_digest
 from headrace_common.wire.messages import GenerateRequest
 from headrace_engine.core.errors import RequestError
-from headrace_engine.core.images import Patches
+from headrace_engine.core.images import Pixels
 from headrace_engine.core.request import EngineRequest
 from headrace_engine.models.vision.image_reader import ImageReader
 from headrace_engine.serving.image_reading import ImageReading
@@ -23,16 +23,16 @@ from headrace_testing.backends import make_request
 
 
 class Reader(ImageReader):
-    """Makes patches of one element: the number of images read so far."""
+    """Makes pixels of one element: the number of images read so far."""
 
     def __init__(self) -> None:
         self.merge, self.read_bytes = 2, list[bytes]()
 
-    def decode(self, span: ImageSpan, data: bytes) -> Patches:
+    def decode(self, span: ImageSpan, data: bytes) -> Pixels:
         if data == b"broken":
             raise RequestError("an image cannot be read: it is broken")
         self.read_bytes.append(data)
-        return np.array([[len(self.read_bytes)]], dtype=np.float32)
+        return Pixels({"pixel_values": np.array([len(self.read_bytes)])})
 
 
 def queued(*images: bytes) -> GenerateRequest:
@@ -60,7 +60,7 @@ async def test_a_request_gets_its_images() -> None:
     reading = ImageReading(queue_with(b"one", b"two"), reader)
     completed = await reading.complete(request, run_of(request))
     assert [image.span for image in completed.images] == list(request.images)
-    assert [float(image.patches[0, 0]) for image in completed.images] == [1.0, 2.0]
+    assert [int(image.pixels.arrays["pixel_values"][0]) for image in completed.images] == [1, 2]
     assert [(image.position, image.shift) for image in completed.images] == [(0, -3), (7, -6)]
     assert (await reading.complete(queued(), run_of(queued()))).images == ()
     reading.close()
@@ -72,8 +72,9 @@ async def test_requests_that_have_an_image_at_the_same_time_share_it() -> None:
     three = [reading.complete(request, run_of(request)) for _ in range(3)]
     completed = await asyncio.gather(*three)
     assert reader.read_bytes == [b"one"]
-    assert completed[0].images[0].patches is completed[2].images[0].patches
+    assert completed[0].images[0].pixels is completed[2].images[0].pixels
     del completed, three
+    await asyncio.sleep(0)  # the event loop lets go of the results
     gc.collect()
     await reading.complete(request, run_of(request))
     assert reader.read_bytes == [b"one", b"one"], "no request had it any more"

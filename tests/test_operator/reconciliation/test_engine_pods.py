@@ -1,6 +1,6 @@
-"""Facts that are read import math
-from the status of pods."""
+"""Facts that are read from the status of pods."""
 
+import math
 from typing import Any
 
 import pytest

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 import torch
 from torch.nn import functional as F
 
+from ...attention.image_spans import attend_to_image
 from ...checkpoints.config import ModelConfig
 from ...core.attention_backend import (
     AttentionBackend,
@@ -21,7 +22,7 @@ from ...lora.batch import LayerLoRA
 from ...lora.shapes import LayerShapes, lora_shapes
 from ...operators.base import DependentOps, Float32NormOps, HeadShape, Ops, QKNorm, soft_cap
 from ...operators.qkv import QKVAttention, QKVRows
-from ..base import ForwardBatch, kv_shapes
+from ..base import ForwardBatch, VisionRows, kv_shapes
 from .decoder_weights import DecoderLayer, DecoderWeights
 from .latent import LatentAttention
 from .positions import LayerPositions, PositionTables
@@ -108,7 +109,7 @@ class Decoder:
             self._before_layer(index, residual)
             adapted = None if lora is None else lora.of_tokens(index)
             where = batch.metadata_of(index)
-            attended = self._attend(layer, hidden, positions[index], cache, where, adapted)
+            attended = self._attend(layer, hidden, positions[index], cache, where, adapted, vision)
             last = index + 1 == len(self._layers)
             if last and not every:
                 attended = attended.index_select(0, batch.logits_rows)
@@ -180,11 +181,29 @@ class Decoder:
         cache: LayerCache,
         metadata: AttentionMetadata,
         lora: LayerLoRA | None,
+        vision: VisionRows | None,
     ) -> torch.Tensor:
         qkv = layer.qkv(hidden)
         if lora is not None:
             lora.add("qkv", hidden, qkv)
-        return self._attend_qkv(layer, hidden, qkv, at, cache, metadata, lora)
+        spans = () if vision is None else vision.spans
+        # Attention may rotate the rows in place.
+        queries = [self._rotated_query(layer, qkv, at, span.rows) for span in spans]
+        attended = self._attend_qkv(layer, hidden, qkv, at, cache, metadata, lora)
+        for span, query in zip(spans, queries, strict=True):
+            blocks = metadata.block_tables[span.sequence]
+            found = attend_to_image(self._attention, query, cache, blocks, layer.params, span.first)
+            attended[span.rows] = found.flatten(1)
+        return attended
+
+    def _rotated_query(
+        self, layer: DecoderLayer, qkv: torch.Tensor, at: LayerPositions, rows: slice
+    ) -> torch.Tensor:
+        """The queries [n, Hq, D] of some rows."""
+        query, _, _ = self._ops.rotate_qkv(
+            qkv[rows].clone(), at.cos[rows], at.sin[rows], self.heads, layer.qk_norm
+        )
+        return query
 
     def _attend_qkv(
         self,

@@ -59,11 +59,8 @@ class PositionTables:
         scales = self._query_scales
         scale = None if scales is None else scales.index_select(0, positions)
         found = []
-        for table, rope, scaled in zip(self._tables, self._distinct, self._scaled, strict=True):
-            cos, sin = table.lookup(positions)
-            if vision is not None and rope is not None and rope.axes:
-                for values, part in zip((cos, sin), table.mixed(vision.positions), strict=True):
-                    values.index_copy_(0, vision.rows, part)
+        for table, scaled in zip(self._tables, self._scaled, strict=True):
+            cos, sin = table.lookup(positions, vision)
             found.append(LayerPositions(cos, sin, scale if scaled else None))
         return [found[used] for used in self._used]
 

@@ -68,6 +68,8 @@ class HybridDecoder:
         """The hidden states of the rows that sample, after the last norm."""
         weights, step = self._weights, self._step(batch, caches)
         x = F.embedding(batch.input_ids, weights.embedding) * weights.embedding_scale
+        if batch.vision is not None:
+            x.index_copy_(0, batch.vision.rows, batch.vision.embeddings[0].to(x.dtype))
         dtype = x.dtype
         if weights.float32_residual:
             x = x.float()
@@ -82,7 +84,9 @@ class HybridDecoder:
         if self._layout is None:
             self._layout = state_layout(self, sum(part[0].nbytes for part in caches[0]))
         memory = StateMemory(self._layout, caches, batch.states)
-        return HybridStep(batch, caches, memory, *self._rotary.lookup(batch.positions))
+        return HybridStep(
+            batch, caches, memory, *self._rotary.lookup(batch.positions, batch.vision)
+        )
 
 
 class HybridStates:

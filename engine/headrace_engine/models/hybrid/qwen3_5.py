@@ -1,4 +1,4 @@
-"""Qwen 3.5, with and without experts, text only: gated delta nets and gated attention."""
+"""Qwen 3.5, with and without experts: gated delta nets and gated attention."""
 
 from dataclasses import dataclass
 
@@ -15,13 +15,14 @@ from .tensors import Tensors
 
 
 class Qwen35(Qwen3Next):
-    """The shape of one checkpoint. Raises ConfigError for fields that are not supported.
-
-    Text has one position for each token, so the three parts of its rotary embedding are one.
-    """
+    """The shape of one checkpoint. Raises ConfigError for fields that are not supported."""
 
     architecture = Architecture(
-        rms_norm_eps=1e-6, partial_rotary=0.25, max_position_embeddings=32768
+        rms_norm_eps=1e-6,
+        partial_rotary=0.25,
+        max_position_embeddings=32768,
+        mrope="interleaved",
+        mrope_section=(11, 11, 10),
     )
 
     def __init__(self, fields: Fields) -> None:

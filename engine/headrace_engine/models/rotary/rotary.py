@@ -10,6 +10,7 @@ from typing import Self
 import torch
 
 from ...checkpoints.rope import RopeConfig, yarn_mscale
+from ..base import VisionRows
 
 Frequencies = tuple[torch.Tensor, float]
 
@@ -50,6 +51,7 @@ class RotaryTable:
         table = cls.__new__(cls)
         table._cos = torch.ones(1, dim // 2, device=device).expand(positions, -1)
         table._sin = torch.zeros(1, dim // 2, device=device).expand(positions, -1)
+        table._axes = torch.empty(0, dtype=torch.int64)
         return table
 
     @property
@@ -57,14 +59,21 @@ class RotaryTable:
         """(cos, sin) of all positions."""
         return self._cos, self._sin
 
-    def mixed(self, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def _mixed(self, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """(cos, sin), each [V, rotated / 2], of int64 positions [3, V]; M-RoPE only."""
         chosen = positions.index_select(0, self._axes).T
         return self._cos.gather(0, chosen), self._sin.gather(0, chosen)
 
-    def lookup(self, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """(cos, sin), each [T, rotated / 2], of int64 positions [T]."""
-        return self._cos.index_select(0, positions), self._sin.index_select(0, positions)
+    def lookup(
+        self, positions: torch.Tensor, vision: VisionRows | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """(cos, sin), each [T, rotated / 2], of int64 positions [T]. With M-RoPE rows in images are
+        rotated by their three positions."""
+        found = self._cos.index_select(0, positions), self._sin.index_select(0, positions)
+        if vision is not None and vision.positions is not None and len(self._axes):
+            for values, part in zip(found, self._mixed(vision.positions), strict=True):
+                values.index_copy_(0, vision.rows, part)
+        return found
 
 
 def _frequencies(rope: RopeConfig, dim: int, context: int, positions: int) -> Frequencies:

@@ -1,1 +1,1 @@
-"""Vision towers: images as patches, and their embeddings, through transformers."""
+"""Vision towers: images as they read them, and their embeddings, through transformers."""

@@ -1,17 +1,16 @@
-"""Makes images into the patches that a vision tower reads, with transformers' image processor."""
+"""Makes images into what a vision tower reads, with transformers' image processor."""
 
 from collections.abc import Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
-
-from headrace_common.images.layout import ImageError
+from headrace_common.images.layout import NO_TOKENS, ImageError, ImageFormat, PromptTokens
 from headrace_common.wire.images import ImageSpan
 
+from ...checkpoints.checkpoint import Checkpoint, JsonObject, read_json
 from ...core.errors import CheckpointError, RequestError
-from ...core.images import Patches, PromptImage, place_images
+from ...core.images import Pixels, PromptImage, place_images
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -20,46 +19,68 @@ if TYPE_CHECKING:
 MAX_PIXELS = 89_478_485
 
 
-class ImageReader:
-    """Reads images for one model, in any thread. `merge` x `merge` patches become a token."""
+def read_format(checkpoint: Checkpoint, tokens: PromptTokens = NO_TOKENS) -> ImageFormat | None:
+    """How the checkpoint reads images; see `image_format`. Raises CheckpointError."""
+    from headrace_common.images.formats import image_format
 
-    def __init__(self, folder: Path, merge: int) -> None:
-        self._folder, self.merge = folder, merge
+    files = [_optional(checkpoint.folder / name) for name in _FILES]
+    try:
+        return image_format(checkpoint.config, files[0], files[1], tokens)
+    except (TypeError, ValueError, AttributeError) as error:
+        raise CheckpointError(
+            f"{checkpoint.folder}: its image processor's configuration is invalid: {error}"
+        ) from error
+
+
+_FILES = ("processor_config.json", "preprocessor_config.json")
+
+
+def _optional(file: Path) -> JsonObject:
+    return read_json(file) if file.is_file() else {}
+
+
+class ImageReader:
+    """Reads images for one model, in any thread. `merge` and `bidirectional` are as in
+    ImageFormat."""
+
+    def __init__(self, folder: Path, form: ImageFormat) -> None:
+        self._folder, self._form = folder, form
+        self.merge, self.bidirectional = form.merge, form.bidirectional
 
     def read(
         self, spans: Sequence[ImageSpan], images: Sequence["Image"]
     ) -> tuple[PromptImage, ...]:
         """The images of a prompt, in RGB. Raises RequestError if one cannot be read."""
-        return self.place(spans, [self.patches(*pair) for pair in zip(spans, images, strict=True)])
+        return self.place(spans, [self.pixels(*pair) for pair in zip(spans, images, strict=True)])
 
     def place(
-        self, spans: Sequence[ImageSpan], patches: Sequence[Patches]
+        self, spans: Sequence[ImageSpan], pixels: Sequence[Pixels]
     ) -> tuple[PromptImage, ...]:
-        """The images of a prompt, of which the patches are known."""
-        return place_images(zip(spans, patches, strict=True), self.merge)
+        """The images of a prompt, of which the pixels are known."""
+        return place_images(zip(spans, pixels, strict=True), self.merge)
 
-    def decode(self, span: ImageSpan, data: bytes) -> Patches:
-        """The patches of an encoded image. Raises RequestError if it cannot be read."""
+    def decode(self, span: ImageSpan, data: bytes) -> Pixels:
+        """The pixels of an encoded image. Raises RequestError if it cannot be read."""
         from headrace_common.images.decoding import open_image
 
         try:
-            return self.patches(span, open_image(data, MAX_PIXELS))
+            return self.pixels(span, open_image(data, MAX_PIXELS))
         except ImageError as error:
             raise RequestError(f"an image cannot be read: {error}") from error
 
-    def patches(self, span: ImageSpan, image: "Image") -> Patches:
-        """The patches of an image in RGB. Raises RequestError if it cannot be read."""
+    def pixels(self, span: ImageSpan, image: "Image") -> Pixels:
+        """The pixels of an image in RGB. Raises RequestError if it cannot be read."""
         try:
-            made = self._processor(images=[image], return_tensors="np")
-        except ValueError as error:
+            grid = self._form.grid(*image.size)
+            if grid != span.grid:
+                raise RequestError(
+                    f"an image has the grid {grid}, but its place in the prompt is for {span.grid}"
+                )
+            options = self._form.processor_options
+            made = self._processor(images=[image], return_tensors="np", **options)
+        except (ImageError, ValueError) as error:
             raise RequestError(f"an image cannot be read: {error}") from error
-        grid = tuple(map(int, made["image_grid_thw"][0]))
-        if grid != span.grid:
-            raise RequestError(
-                f"an image has the grid {grid}, but its place in the prompt is for {span.grid}"
-            )
-        patches: Patches = np.ascontiguousarray(made["pixel_values"], dtype=np.float32)
-        return patches
+        return Pixels(dict(made))
 
     @cached_property
     def _processor(self) -> Any:

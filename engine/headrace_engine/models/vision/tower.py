@@ -1,14 +1,16 @@
 """The vision tower of a multimodal checkpoint, computed by its code in transformers."""
 
-import importlib
+import inspect
 import logging
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from headrace_common.images.layout import ImageFormat
+
 from ...checkpoints.checkpoint import Checkpoint
-from ...checkpoints.config import ModelConfig
 from ...checkpoints.tensor_files import WHOLE, TensorFiles
 from ...core.errors import CheckpointError, ConfigError
 from ...core.images import PromptImage
@@ -19,21 +21,12 @@ logger = logging.getLogger(__name__)
 
 # The images that a prompt may have if nothing is configured, as in vLLM.
 MOST_IMAGES = 999
-# Module and class of each architecture's tower.
-TOWERS = {
-    "Qwen2VLForConditionalGeneration": ("qwen2_vl", "Qwen2VisionTransformerPretrainedModel"),
-    "Qwen2_5_VLForConditionalGeneration": (
-        "qwen2_5_vl",
-        "Qwen2_5_VisionTransformerPretrainedModel",
-    ),
-    "Qwen3VLForConditionalGeneration": ("qwen3_vl", "Qwen3VLVisionModel"),
-}
-# The prefixes of its tensors, in published checkpoints and in those that transformers writes.
-_PREFIXES = ("visual.", "model.visual.")
+# The decoder in transformers' multimodal models.
+_DECODERS = ("language_model", "text_model")
 
 
 class VisionTower:
-    """A tower with its weights. A token of an image has `levels` embeddings.
+    """A tower and its projector, with their weights. A token of an image has `levels` embeddings.
 
     The first replaces the token's own. With DeepStack (https://arxiv.org/abs/2406.04334) the others
     are added after the decoder's first layers. `token_bytes` are those of all levels. `placeholder`
@@ -41,69 +34,104 @@ class VisionTower:
     """
 
     def __init__(
-        self, module: Any, placeholder: int, levels: int, hidden_size: int, reader: ImageReader
+        self, model: Any, placeholder: int, levels: int, hidden_size: int, reader: ImageReader
     ) -> None:
-        self._module, self.placeholder, self.reader = module, placeholder, reader
-        self.token_bytes = levels * hidden_size * module.dtype.itemsize
+        self._model, self.placeholder, self.reader = model, placeholder, reader
+        self._names = frozenset(inspect.signature(model.get_image_features).parameters)
+        self.token_bytes = levels * hidden_size * model.dtype.itemsize
 
     def encode(self, image: PromptImage) -> torch.Tensor:
         """The embeddings [levels, tokens, hidden size] of an image.
 
         Each image is computed alone, so that they do not depend on other requests.
         """
-        module = self._module
-        patches = torch.from_numpy(image.patches).to(module.device, module.dtype)
-        grid = torch.tensor([image.span.grid], device=module.device)
-        output = module(patches, grid_thw=grid)
-        return torch.stack((output.pooler_output, *getattr(output, "deepstack_features", ())))
+        arrays = image.pixels.arrays
+        given = {
+            name: self._placed(torch.from_numpy(array))
+            for name, array in arrays.items()
+            if name in self._names
+        }
+        output = self._model.get_image_features(**given)
+        deeper = getattr(output, "deepstack_features", None) or ()
+        return torch.stack([_joined(level) for level in (output.pooler_output, *deeper)])
+
+    def _placed(self, given: torch.Tensor) -> torch.Tensor:
+        dtype = self._model.dtype if given.is_floating_point() else given.dtype
+        return given.to(self._model.device, dtype)
 
 
-def load_tower(checkpoint: Checkpoint, dtype: torch.dtype, device: torch.device) -> VisionTower:
+def _joined(level: torch.Tensor | Sequence[torch.Tensor]) -> torch.Tensor:
+    """The embeddings [tokens, hidden size] of one image, which may come in parts."""
+    parts = [level] if isinstance(level, torch.Tensor) else level
+    return torch.cat([part.flatten(0, -2) for part in parts])
+
+
+def load_tower(
+    checkpoint: Checkpoint, form: ImageFormat, dtype: torch.dtype, device: torch.device
+) -> VisionTower:
     """Loads the tower. Raises CheckpointError for tensors that are missing or of another shape,
     ConfigError for a tower that does not fit the decoder."""
-    config, decoder = auto_config(checkpoint), ModelConfig.from_hf(checkpoint)
-    vision = config.vision_config
-    levels = 1 + len(getattr(vision, "deepstack_visual_indexes", ()))
-    if levels > decoder.num_layers:
+    config = auto_config(checkpoint)
+    decoder = config.get_text_config()
+    levels = 1 + len(getattr(config.vision_config, "deepstack_visual_indexes", None) or ())
+    if levels > decoder.num_hidden_layers:
         raise ConfigError(
             f"{checkpoint.folder / 'config.json'}: vision_config.deepstack_visual_indexes must be "
-            f"fewer than the {decoder.num_layers} layers of the decoder"
+            f"fewer than the {decoder.num_hidden_layers} layers of the decoder"
         )
-    module = _make(checkpoint.architecture, vision, dtype, device)
-    _read(module, checkpoint.folder)
-    reader = ImageReader(checkpoint.folder, vision.spatial_merge_size)
-    logger.info("vision tower loaded", extra={"parameters": module.num_parameters()})
-    return VisionTower(module, config.image_token_id, levels, decoder.hidden_size, reader)
+    placeholder = config.image_token_id
+    model = _load(config, checkpoint.folder, dtype, device)
+    reader = ImageReader(checkpoint.folder, form)
+    logger.info("vision tower loaded", extra={"parameters": model.num_parameters()})
+    return VisionTower(model, placeholder, levels, decoder.hidden_size, reader)
 
 
-def _make(architecture: str, config: Any, dtype: torch.dtype, device: torch.device) -> Any:
-    """The tower without its weights."""
+def _load(config: Any, folder: Path, dtype: torch.dtype, device: torch.device) -> Any:
+    """transformers' model without its decoder: what `get_image_features` computes with."""
+    from transformers import AutoModel
     from transformers.initialization import no_init_weights
 
-    family, name = TOWERS[architecture]
-    module = importlib.import_module(f"transformers.models.{family}.modeling_{family}")
-    with no_init_weights(), torch.device(device):
-        made = getattr(module, name)._from_config(config, dtype=dtype, attn_implementation="sdpa")
-    return made.eval()
+    mapping: Any = AutoModel
+    kind: Any = mapping._model_mapping[type(config)]
+    with no_init_weights(), torch.device("meta"):
+        model = kind._from_config(config, dtype=dtype, attn_implementation="sdpa")
+    for name in _DECODERS:
+        if hasattr(model, name):
+            setattr(model, name, None)
+    model.to_empty(device=device)
+    tensors = model.state_dict(keep_vars=True)
+    _read(tensors, folder)
+    # As from_pretrained does: makes the buffers that are in no file, such as those of rotations.
+    for tensor in tensors.values():
+        tensor._is_hf_initialized = True
+    model.initialize_weights()
+    return model.eval()
 
 
-def _read(module: Any, folder: Path) -> None:
-    """Copies the tensors of the files into the tower."""
-    files, parameters = TensorFiles(folder), module.state_dict()
-    prefix = next((each for each in _PREFIXES if _has(files, each)), _PREFIXES[0])
-    for name, parameter in parameters.items():
-        stored = files.tensors.get(prefix + name)
-        if stored is None:
-            raise CheckpointError(f"{folder}: the vision tower's {prefix}{name} is missing")
-        if stored.shape != tuple(parameter.shape):
+def _read(tensors: dict[str, torch.Tensor], folder: Path) -> None:
+    """Copies the tensors of the files into the tower's."""
+    files = TensorFiles(folder)
+    stored_names = {}
+    for name, tensor in tensors.items():
+        stored_name = next((each for each in _names(name) if each in files.tensors), None)
+        if stored_name is None:
+            raise CheckpointError(f"{folder}: the vision tower's {name} is missing")
+        stored = files.tensors[stored_name]
+        if stored.shape != tuple(tensor.shape):
             raise CheckpointError(
-                f"{stored.file}: {prefix}{name} has shape {list(stored.shape)}, but config.json "
-                f"asks for {list(parameter.shape)}"
+                f"{stored.file}: {stored_name} has shape {list(stored.shape)}, but config.json "
+                f"asks for {list(tensor.shape)}"
             )
-    files.plan({prefix + name: WHOLE for name in parameters})
-    for name, parameter in parameters.items():
-        parameter.copy_(files.load(prefix + name))
+        stored_names[name] = stored_name
+    files.plan(dict.fromkeys(stored_names.values(), WHOLE))
+    for name, stored_name in stored_names.items():
+        tensors[name].copy_(files.load(stored_name))
 
 
-def _has(files: TensorFiles, prefix: str) -> bool:
-    return any(name.startswith(prefix) for name in files.tensors)
+def _names(name: str) -> Iterator[str]:
+    """The names that published checkpoints, and those that transformers writes, have for a
+    tensor."""
+    older = name.replace("vision_tower.", "vision_tower.vision_model.")
+    for each in (name, older):
+        yield f"model.{each}"
+        yield each

@@ -15,6 +15,7 @@ from ..proofs import ROOT, Kind, Proof, proofs
 PAGE = ROOT / "docs" / "models.md"
 BEGIN, END = "<!-- architectures: begin -->", "<!-- architectures: end -->"
 COLUMNS: dict[Kind, str] = {
+    "images": "[images](#images)",
     "native call": "one native call a step, on CPUs",
     "quantised": "quantised",
     "ranks": "ranks",
@@ -22,7 +23,6 @@ COLUMNS: dict[Kind, str] = {
     "mtp": "MTP head",
 }
 _TEXT_ONLY = "text only: the vision tower is not read"
-_IMAGES = "[images](#images)"
 _LATENT = "[latent attention](memory.md#latents)"
 _INDEXED = "latent attention to [keys that an indexer chooses](memory.md#latents)"
 # The models of each native architecture, in the order of the table.
@@ -32,18 +32,22 @@ MODELS: dict[str, str] = {
     "Llama4ForConditionalGeneration": f"Llama 4, {_TEXT_ONLY}",
     "MistralForCausalLM": "Mistral",
     "Ministral3ForCausalLM": "Ministral",
-    "Mistral3ForConditionalGeneration": f"Mistral Small from 3.1 on and Ministral 3, {_TEXT_ONLY}",
+    "Mistral3ForConditionalGeneration": "Mistral Small from 3.1 on and Ministral 3",
     "Qwen2ForCausalLM": "Qwen 2 and 2.5",
     "Qwen3ForCausalLM": "Qwen 3",
-    "Qwen2VLForConditionalGeneration": f"Qwen 2 VL, with {_IMAGES}",
-    "Qwen2_5_VLForConditionalGeneration": f"Qwen 2.5 VL, with {_IMAGES}",
-    "Qwen3VLForConditionalGeneration": f"Qwen 3 VL without experts, with {_IMAGES}",
+    "Qwen2VLForConditionalGeneration": "Qwen 2 VL",
+    "Qwen2_5_VLForConditionalGeneration": "Qwen 2.5 VL",
+    "Qwen3VLForConditionalGeneration": "Qwen 3 VL without experts",
+    "Glm4vForConditionalGeneration": "GLM-4.1V",
+    "Glm46VForConditionalGeneration": "GLM-4.6V without experts (Flash)",
+    "Idefics3ForConditionalGeneration": "Idefics 3",
+    "SmolVLMForConditionalGeneration": "SmolVLM",
     "MiMoForCausalLM": "MiMo-7B",
     "Phi3ForCausalLM": "Phi-3, Phi-3.5, Phi-4",
     "GemmaForCausalLM": "Gemma 1",
     "Gemma2ForCausalLM": "Gemma 2",
     "Gemma3ForCausalLM": "Gemma 3",
-    "Gemma3ForConditionalGeneration": f"Gemma 3 of 4B and larger, {_TEXT_ONLY}",
+    "Gemma3ForConditionalGeneration": "Gemma 3 of 4B and larger",
     "SmolLM3ForCausalLM": "SmolLM 3",
     "Olmo2ForCausalLM": "OLMo 2",
     "Olmo3ForCausalLM": "OLMo 3",
@@ -87,9 +91,9 @@ MODELS: dict[str, str] = {
     "NemotronHForCausalLM": "Nemotron-H and Nemotron 3, with and without experts",
     "Qwen3NextForCausalLM": "Qwen3-Next, with [gated delta nets](#recurrent-layers)",
     "Qwen3_5ForCausalLM": "Qwen 3.5 without experts",
-    "Qwen3_5ForConditionalGeneration": f"Qwen 3.5 without experts, {_TEXT_ONLY}",
+    "Qwen3_5ForConditionalGeneration": "Qwen 3.5 without experts",
     "Qwen3_5MoeForCausalLM": "Qwen 3.5 with experts",
-    "Qwen3_5MoeForConditionalGeneration": f"Qwen 3.5 with experts, {_TEXT_ONLY}",
+    "Qwen3_5MoeForConditionalGeneration": "Qwen 3.5 with experts",
 }
 
 
