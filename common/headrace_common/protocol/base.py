@@ -195,7 +195,7 @@ class EngineStatus:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TakeBounds:
-    """Which requests an engine takes; the others it leaves to other engines for `hold` seconds.
+    """Bounds of what an engine takes; it leaves other requests to other engines for `hold` seconds.
 
     New requests have `fewest` to `most` prompt tokens (None: any number). `handed_over` says
     whether the engine takes requests whose KV another one has handed over.

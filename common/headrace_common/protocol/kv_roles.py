@@ -1,4 +1,4 @@
-"""Which engines take which requests if prompts and answers are computed by different engines.
+"""Says which engine takes which request if different engines compute prompts and answers.
 
 A producer computes prompts and hands their KV over; a consumer goes on with the answers and
 computes short prompts itself. An engine of both roles does everything. If one role has no engine
