@@ -19,6 +19,8 @@ from dashboards import dashboards
 from headrace_common.observability import metric_names as names
 from headrace_common.observability import telemetry
 from headrace_dashboards.panel import Dashboard, Panel, Variable
+from headrace_operator.desired.workloads import WorkloadKind
+from headrace_operator.reconciliation import engine_pods
 from headrace_operator.reconciliation.recorder import Recorder
 from headrace_operator.reconciliation.status import Observations
 from headrace_operator.scaling.decision import Decision
@@ -122,7 +124,7 @@ def scale(recorder: Recorder, pods: int) -> None:
     )
     seen = Observations(replicas=pods, ready=pods, updated=pods, desired=pods, decision=decision)
     recorder.record(owner, seen)
-    recorder.record_starts(owner, present)
+    recorder.record_starts(owner, engine_pods.engines(present, WorkloadKind.DEPLOYMENT, 1))
     recorder.reconciled(owner.key, ok=True)
 
 

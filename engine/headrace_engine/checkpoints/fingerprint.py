@@ -36,7 +36,7 @@ def checkpoint_digest(folder: Path) -> bytes:
 
 
 def sampled_digest(checkpoint: Path) -> str:
-    """A digest of a checkpoint's files, or of the GGUF file, from their sizes and PAGES pages of
+    """A digest of a checkpoint's files, or of the GGUF file, from the size and PAGES samples of
     each. It tells revisions of a model apart without reading all weights. Raises OSError."""
     digest = sha256()
     for file in [checkpoint] if checkpoint.is_file() else _files(checkpoint):
