@@ -341,6 +341,7 @@ def _worker_config(
         debug_pages=settings.debug_pages,
         sleep_pages=settings.enable_sleep_mode,
         grammar_bounds=settings.grammar_bounds,
+        roles=settings.roles,
     )
 
 

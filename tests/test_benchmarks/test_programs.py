@@ -109,6 +109,16 @@ def test_tiers(run: Run, model: str, tmp_path: Path) -> None:
     assert len(printed) == 5 + 1 + 5
 
 
+def test_disaggregated_prefill(run: Run) -> None:
+    """Long prompts on other engines: chats wait less, and the long prompts' last ones longer."""
+    few = ["--seeds", "1", "--requests", "150", "--lengths", "2048"]
+    (row,) = run("disaggregated_prefill", *few).splitlines()[2:]
+    pairs = [cell.strip(" |").replace(",", "").split(" -> ") for cell in row.split(" | ")[2:]]
+    chats_itl, *_, long_ttft = [[float(value) for value in pair] for pair in pairs]
+    assert chats_itl[1] < chats_itl[0] / 2
+    assert long_ttft[1] > long_ttft[0]
+
+
 def test_kv_waste(run: Run) -> None:
     printed = run("kv_waste", "--requests", "20").splitlines()
     assert len(printed) == 2 + 4

@@ -47,6 +47,9 @@ ABSENT = {
     names.ENGINE_SPEC_TOKENS: "the engine does not speculate",
     names.ENGINE_KV_SHARED: "the engine shares no KV",
     names.ENGINE_KV_SHARED_BLOCKS: "the engine shares no KV",
+    names.ENGINE_HANDOVER_DURATION: "the engine hands nothing over",
+    names.ENGINE_HANDOVER_TOKENS: "the engine hands nothing over",
+    names.ENGINE_HANDOVER_KV: "the engine hands nothing over",
     names.QUEUE_REDELIVERIES: "there is no series before the first redelivery",
     names.GATEWAY_OPEN_REFUSED: "no tenant has too many open requests",
 }

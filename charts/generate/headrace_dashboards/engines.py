@@ -189,6 +189,25 @@ def _cache() -> tuple[Panel, ...]:
             queries=(Query(q.total(q.rate(names.ENGINE_KV_COPY_TIME), place), f"{{{{{place}}}}}"),),
         ),
         Panel(
+            title="Hand-overs",
+            description="Seconds from the decision to hand a request over until another engine may "
+            "take it.",
+            queries=percentiles(names.ENGINE_HANDOVER_DURATION),
+            unit=Unit.SECONDS,
+        ),
+        Panel(
+            title="Tokens handed over",
+            description="Tokens per second whose KV was handed over to other engines.",
+            queries=(Query(q.total(q.rate(names.ENGINE_HANDOVER_TOKENS), q.POD), _POD),),
+            unit=Unit.TOKENS_PER_SECOND,
+        ),
+        Panel(
+            title="KV handed over",
+            description="Bytes per second of this KV.",
+            queries=(Query(q.total(q.rate(names.ENGINE_HANDOVER_KV), q.POD), _POD),),
+            unit=Unit.BYTES_PER_SECOND,
+        ),
+        Panel(
             title="Placement",
             description="Requests taken per second: by the engine that probably has their start "
             "cached (placed), by another one (stolen), or by any engine (unplaced).",

@@ -151,7 +151,7 @@ FLAGS: Mapping[str, Entry] = {
     "headless": Absent("nodes with --node-rank above 0 have no API; docs/parallelism.md", _SWITCH),
     "cpu_offload_gb": Absent("use --quantization, or --tensor-parallel-size for more GPUs"),
     "calculate_kv_scales": Absent("scales are of the checkpoint", _SWITCH),
-    "kv_transfer_config": Absent("engines do not exchange KV caches"),
+    "kv_transfer_config": Absent("use --kv-role and --kv-offloading-folder; docs/memory.md"),
     "speculative_model": Absent(_DRAFT),
     "num_speculative_tokens": Absent(_DRAFT),
     # Adapters.

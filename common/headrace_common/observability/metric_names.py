@@ -314,6 +314,25 @@ ENGINE_KV_COPY_TIME = Metric(
     "s",
     "Time of copies of KV, by place: host (steps waited for these), shared (reading in threads).",
 )
+ENGINE_HANDOVER_TOKENS = Metric(
+    "headrace.engine.handover.tokens",
+    MetricKind.COUNTER,
+    "{token}",
+    "Tokens whose KV was handed over to other engines.",
+)
+ENGINE_HANDOVER_KV = Metric(
+    "headrace.engine.handover.kv",
+    MetricKind.COUNTER,
+    "By",
+    "Bytes of this KV.",
+)
+ENGINE_HANDOVER_DURATION = Metric(
+    "headrace.engine.handover.duration",
+    MetricKind.HISTOGRAM,
+    "s",
+    "Time from the decision to hand a request over until another engine may take it.",
+    _FIRST_TOKEN_SECONDS,
+)
 ENGINE_STEP_DURATION = Metric(
     "headrace.engine.step.duration",
     MetricKind.HISTOGRAM,
@@ -484,6 +503,9 @@ ENGINE_METRICS = (
     ENGINE_KV_SHARED,
     ENGINE_KV_SHARED_BLOCKS,
     ENGINE_KV_COPY_TIME,
+    ENGINE_HANDOVER_TOKENS,
+    ENGINE_HANDOVER_KV,
+    ENGINE_HANDOVER_DURATION,
     ENGINE_STEP_DURATION,
     ENGINE_STEP_TOKENS,
     ENGINE_STEP_LAST_AGE,

@@ -166,7 +166,8 @@ class EngineStatus:
     engine takes from the first `shards` shards of its model's queue, and may take from more. `name`
     is for people; it may be empty. `shows_batch` says that it writes snapshots after a Watch.
     `sleep_level` is above 0 while it sleeps, and already or still while it falls asleep or wakes.
-    `variant` is its side (`variants`).
+    `variant` is its side (`variants`). `kv_role` is one of KVRole; a consumer computes prompts of
+    up to `max_local_prefill_length` tokens itself.
     """
 
     engine_id: str
@@ -184,10 +185,29 @@ class EngineStatus:
     shows_batch: bool = False
     sleep_level: int = 0
     variant: str = ""
+    kv_role: str = "kv_both"
+    max_local_prefill_length: int = 0
 
     @property
     def takes_work(self) -> bool:
         return not self.draining and not self.sleep_level
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TakeBounds:
+    """Bounds of what an engine takes; it leaves other requests to other engines for `hold` seconds.
+
+    New requests have `fewest` to `most` prompt tokens (None: any number). `handed_over` says
+    whether the engine takes requests whose KV another one has handed over.
+    """
+
+    fewest: int = 0
+    most: int | None = None
+    handed_over: bool = True
+    hold: float = 0.0
+
+    def includes(self, prompt_tokens: int) -> bool:
+        return self.fewest <= prompt_tokens and (self.most is None or prompt_tokens <= self.most)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -400,6 +420,12 @@ class EngineQueue(Protocol):
         these adapters and leave the others to other engines.
         """
 
+    def limit(self, bounds: TakeBounds) -> None:
+        """Says which requests this engine takes from now on. Initially it takes all."""
+
+    async def engines(self) -> Sequence[EngineStatus]:
+        """The statuses of all engines of the model."""
+
     async def take(self, count: int, prompt_tokens: int | None = None) -> Sequence[Lease]:
         """Takes at most `count` waiting requests by priority, tenants' shares and age; never waits.
 
@@ -468,11 +494,17 @@ class EngineQueue(Protocol):
         """Ends a request, stores its outcome and enters its usage in the ledger; False if not the
         owner. Works in a full Redis."""
 
-    async def give_back(self, request_ids: Sequence[str], *, for_own_side: bool = False) -> None:
+    async def give_back(
+        self,
+        request_ids: Sequence[str],
+        *,
+        for_own_side: bool = False,
+        handed_over: bool = False,
+    ) -> None:
         """Makes own requests claimable immediately, without counting a failure.
 
         With `for_own_side` only engines of the side that ran them before get them, as long as that
-        side is wanted.
+        side is wanted. `handed_over` says that their KV is in the shared tier: see TakeBounds.
         """
 
     async def close(self) -> None: ...

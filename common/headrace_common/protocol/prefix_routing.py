@@ -11,6 +11,7 @@ from hashlib import blake2b
 from ..wire.keys import shard_of
 from ..wire.messages import GenerateRequest, pack_tokens
 from .base import Candidate, EngineStatus, Placement
+from .kv_roles import able_to_take
 from .shards import shards_of
 
 MAX_CANDIDATES = 8  # engines that a request names; if all are too busy, any engine takes it
@@ -54,7 +55,9 @@ def placement_of(
     take it."""
     shard = shard_of(request.request_id)
     able = [engine for engine in engines if engine.takes_work and shard < engine.shards]
-    own_side = [engine for engine in able if engine.variant == request.variant]
+    of_side = [engine for engine in engines if engine.variant == request.variant]
+    takers = able_to_take(of_side, len(request.prompt_token_ids))
+    own_side = [engine for engine in takers if shard < engine.shards]
     if len(own_side) < 2:
         return None
     best = ranked(prefix_key(request, prefix_tokens), own_side)[:MAX_CANDIDATES]

@@ -19,7 +19,15 @@ _KINDS: dict[Any, tuple[type, ...]] = {
 MAX_STATUS_BYTES = 4096
 MAX_NAME_CHARS = 64
 # Fields that engines of older versions do not send, with what is true of those engines.
-_LATER = {"shards": 1, "name": "", "shows_batch": False, "sleep_level": 0, "variant": ""}
+_LATER = {
+    "shards": 1,
+    "name": "",
+    "shows_batch": False,
+    "sleep_level": 0,
+    "variant": "",
+    "kv_role": "kv_both",
+    "max_local_prefill_length": 0,
+}
 
 
 def encode_status(status: EngineStatus) -> bytes:

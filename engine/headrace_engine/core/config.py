@@ -56,8 +56,9 @@ class EngineConfig:
     is host memory in GiB for the KV of preempted sequences and of prefixes that the device has no
     room for; it is used if copying is cheaper than recomputing. `kv_offloading_folder` is a folder
     of `kv_offloading_folder_size` GiB that engines share: the KV of prefixes is also written there,
-    and found again by other engines and after a restart; it needs `swap_space`. Layers with and
-    without a sliding window have separate block tables, unless `disable_hybrid_kv_cache_manager`.
+    and found again by other engines and after a restart; it needs `swap_space`. On CPUs it is
+    written slowly while requests run, if `kv_offloading_paced`. Layers with and without a sliding
+    window have separate block tables, unless `disable_hybrid_kv_cache_manager`.
 
     Steps: while sequences decode, prompts are cut to steps of at most `itl_target` seconds.
     `async_scheduling` schedules the next step while the device runs one; None: on GPUs only.
@@ -104,6 +105,7 @@ class EngineConfig:
     swap_space: float = 0.0
     kv_offloading_folder: str | None = None
     kv_offloading_folder_size: float = 10.0
+    kv_offloading_paced: bool = True
     max_num_seqs: int = 64
     max_num_batched_tokens: int = 2048
     itl_target: float = inf

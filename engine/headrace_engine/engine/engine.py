@@ -5,7 +5,7 @@ the next step is scheduled while the device runs one.
 """
 
 import logging
-from collections.abc import Container, Iterator
+from collections.abc import Callable, Container, Iterator
 from dataclasses import replace
 from typing import Protocol
 
@@ -195,6 +195,19 @@ class Engine:
         if self._speculator is not None and scheduler_output.scheduled:
             self._speculator.observe(scheduler_output, result)
         return result
+
+    @property
+    def shares_kv(self) -> bool:
+        """Whether KV goes to a shared tier, through which requests can be handed over."""
+        tiers = self._scheduler.prefix_tiers
+        return tiers is not None and tiers.shared is not None
+
+    def call_when_shared(self, action: Callable[[], None]) -> None:
+        """Has `action` called, in any thread, when the shared tier has the KV of the blocks that
+        are full now, as far as it could take them. Between two steps, if the engine `shares_kv`."""
+        tiers = self._scheduler.prefix_tiers
+        assert tiers is not None
+        tiers.call_when_shared(action)
 
     def sleep(self, level: SleepLevel) -> None:
         """Gives memory back until `wake_up`, between two steps. No request may be left; KV in host

@@ -233,6 +233,10 @@ class SharedKVCache:
         self._writing(partial(self._write, block, block_hash))
         return True
 
+    def call_after_writes(self, action: Job) -> None:
+        """Has `action` called, in another thread, when all writes that were begun have ended."""
+        self._writing(action)
+
     def take_written(self) -> list[int]:
         """The host blocks whose writing has ended since the last call."""
         with self._changed:

@@ -54,7 +54,7 @@ def share_kv_cache(
         host,
         host.bytes_per_block,
         most_writing=max(1, int(host.num_blocks * WRITING)),
-        paced=placed.device.type == "cpu",
+        paced=placed.device.type == "cpu" and config.kv_offloading_paced,
     )
 
 

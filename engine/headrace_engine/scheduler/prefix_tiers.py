@@ -8,7 +8,9 @@ host become part of the next SchedulerOutput, the shared tier reads and writes h
 """
 
 from collections import Counter, deque
+from collections.abc import Callable
 from collections.abc import Sequence as Hashes
+from typing import NamedTuple
 
 from ..core.request import Sequence
 from ..core.step_cost import PrefillDecodeCosts
@@ -18,6 +20,15 @@ from .copy_costs import CopyCosts
 from .sequence_group import SequenceGroup
 from .state import SchedulerState
 from .swapping import Swapping
+
+Action = Callable[[], None]
+
+
+class _Writes(NamedTuple):
+    """What follows a scheduled step: (host block, hash) to write, then what to call."""
+
+    blocks: list[tuple[int, bytes]]
+    actions: list[Action]
 
 
 class PrefixTiers:
@@ -46,8 +57,8 @@ class PrefixTiers:
         self._worth_saving: bool | None = None  # not decided yet for this step
         # Hashes of blocks that steps before this one have filled, for the shared tier.
         self._filled: list[bytes] = []
-        # The (host block, hash) to write after each scheduled step.
-        self._to_write: deque[list[tuple[int, bytes]]] = deque()
+        self._to_write: deque[_Writes] = deque()  # of each scheduled step
+        self._actions: list[Action] = []  # to call once the blocks filled so far are written
         # The requests that wait for each fetch; none if its time is over.
         self._fetches: dict[Fetch, list[SequenceGroup]] = {}
         self._writing: Counter[int] = Counter()  # host blocks that are being written
@@ -61,7 +72,7 @@ class PrefixTiers:
     @property
     def has_saves(self) -> bool:
         """Whether blocks are to be copied for the shared tier, even if nothing runs."""
-        return bool(self._filled or self._kv.registered)
+        return bool(self._filled or self._kv.registered or self._actions)
 
     @property
     def fetching(self) -> bool:
@@ -77,7 +88,7 @@ class PrefixTiers:
     def held_blocks(self) -> list[int]:
         """The host blocks that are being written to the shared tier or read from it."""
         reading = [block for fetch in self._fetches for block in fetch.blocks]
-        to_write = [block for step in self._to_write for block, _ in step]
+        to_write = [block for step in self._to_write for block, _ in step.blocks]
         return [*reading, *to_write, *self._writing.elements()]
 
     def begin_step(self) -> None:
@@ -132,7 +143,8 @@ class PrefixTiers:
         """The copies to host memory that the scheduled step makes while it computes."""
         saves: Moves = []
         if self.shared is not None:
-            self._to_write.append(self._save_filled(self.shared, saves))
+            actions, self._actions = self._actions, []
+            self._to_write.append(_Writes(self._save_filled(self.shared, saves), actions))
         self._save_ahead(saves)
         return tuple(saves)
 
@@ -183,11 +195,20 @@ class PrefixTiers:
         if self.shared is None:
             return
         self.shared.set_idle(not self._state.groups)
-        for block, block_hash in self._to_write.popleft():
+        writes = self._to_write.popleft()
+        for block, block_hash in writes.blocks:
             if self.shared.write(block, block_hash):
                 self._writing[block] += 1
             else:
                 self._host.pool.release(block)
+        for action in writes.actions:
+            self.shared.call_after_writes(action)
+
+    def call_when_shared(self, action: Action) -> None:
+        """Has `action` called, in any thread, when the shared tier has the blocks that are full
+        now, as far as it could take them. Needs a shared tier."""
+        assert self.shared is not None
+        self._actions.append(action)
 
     def hold(self, group: SequenceGroup) -> bool:
         """Whether a request waits for KV from the shared tier; then it is queued later."""

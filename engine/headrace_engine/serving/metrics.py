@@ -97,6 +97,9 @@ class EngineMetrics:
         self._output_token = histogram(meter, names.ENGINE_TIME_PER_OUTPUT_TOKEN)
         self._redeliveries = counter(meter, names.QUEUE_REDELIVERIES)
         self._placements = counter(meter, names.QUEUE_PLACEMENTS)
+        self._handover_tokens = counter(meter, names.ENGINE_HANDOVER_TOKENS)
+        self._handover_kv = counter(meter, names.ENGINE_HANDOVER_KV)
+        self._handover_duration = histogram(meter, names.ENGINE_HANDOVER_DURATION)
         self._prefill_labels = {**self._labels, names.PHASE: "prefill"}
         self._decode_labels = {**self._labels, names.PHASE: "decode"}
 
@@ -124,6 +127,12 @@ class EngineMetrics:
             leased.times.first_token_ns = self._clock_ns()
             leased.times.first_token_step = self._steps
             self._input_tokens += len(leased.request.prompt_token_ids)
+
+    def handed_over(self, tokens: int, kv_bytes: float, seconds: float) -> None:
+        """Records that a request was handed over, with the KV of its first `tokens` tokens."""
+        self._handover_tokens.add(tokens, self._labels)
+        self._handover_kv.add(round(kv_bytes), self._labels)
+        self._handover_duration.record(seconds, self._labels)
 
     def ended(self, leased: LeasedRequest, outcome: Outcome) -> None:
         """Records the durations and spans of a request that has its outcome."""

@@ -299,18 +299,20 @@ class RequestTracker:
                 logger.info("request cancelled: its gateway is gone", extra=leased.log_fields)
                 self._fail(leased, FailureCode.ABANDONED, "the request's gateway is gone")
 
-    async def give_back(self) -> int:
-        """Gives all requests back to the queue, for other engines; returns their number."""
-        requests = list(self.requests)
+    async def give_back(
+        self, requests: Sequence[LeasedRequest], *, handed_over: bool = False
+    ) -> None:
+        """Gives requests back to the queue, for other engines; `handed_over` as in EngineQueue."""
         progress = [leased.progress() for leased in requests]
         for leased in requests:
             self._forget(leased)
         await self._reply_writer.flush()
         if requests:
             ids = [leased.request_id for leased in requests]
-            await retry(lambda: self._queue.beat(progress, self._status(0)), "last beat")
-            await retry(lambda: self._queue.give_back(ids), "give back")
-        return len(requests)
+            status = self._status(self.sequences)
+            await retry(lambda: self._queue.beat(progress, status), "last beat")
+            give_back = partial(self._queue.give_back, ids, handed_over=handed_over)
+            await retry(give_back, "give back")
 
     async def close(self) -> None:
         """Cancels the tasks that wait for gateways or grammars."""

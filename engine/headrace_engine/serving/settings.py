@@ -6,6 +6,7 @@ from typing import Any, Literal
 from pydantic import ByteSize, Field, model_validator
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
+from headrace_common.protocol.kv_roles import KVRole
 from headrace_common.protocol.status import MAX_NAME_CHARS
 from headrace_common.protocol.turns import TurnBounds
 from headrace_common.protocol.variants import CANARY, STABLE
@@ -18,6 +19,7 @@ from headrace_common.wire.messages import MAX_ID_CHARS
 
 from ..core.config import DType, EngineConfig, KVCacheDType, Quantization
 from ..core.speculative_config import SpeculativeConfig
+from .role_config import RoleConfig
 from .sharing_config import SharingConfig
 
 
@@ -162,6 +164,23 @@ class EngineSettings(BaseSettings):
     )
     kv_offloading_folder_size: float = Field(
         10.0, gt=0, description="the most GiB of that folder, for all engines together"
+    )
+    kv_role: Literal["kv_producer", "kv_consumer", "kv_both"] = Field(
+        "kv_both",
+        description="kv_producer computes prompts and hands their KV over through the folder, "
+        "kv_consumer goes on with the answers; docs/memory.md",
+    )
+    max_local_prefill_length: int = Field(
+        512,
+        ge=0,
+        description="tokens of the longest prompt that a kv_consumer computes itself while there "
+        "is an engine of another role",
+    )
+    remote_prefill_timeout: float = Field(
+        2.0,
+        ge=0,
+        description="seconds for which an engine leaves a request to engines of the other role; "
+        "then it takes it",
     )
     max_num_seqs: int = Field(64, ge=1, description="the most sequences that run at once")
     max_num_batched_tokens: int = Field(2048, ge=1, description="the most tokens in a step")
@@ -340,6 +359,11 @@ class EngineSettings(BaseSettings):
                 )
         if self.lora_dir is not None and not self.enable_lora:
             raise ValueError("lora_dir is given, but enable_lora is off: switch it on")
+        if self.kv_role != "kv_both" and self.kv_offloading_folder is None:
+            raise ValueError(
+                f"kv_role {self.kv_role} needs kv_offloading_folder, through which KV is handed "
+                "over: name a folder, or use kv_both"
+            )
         if self.sharing_group is not None and self.enable_sleep_mode:
             raise ValueError(
                 "sharing_group decides when the engine sleeps: leave out enable_sleep_mode"
@@ -366,6 +390,15 @@ class EngineSettings(BaseSettings):
         if self.lookahead is None:
             return 0 if self.policy == "fcfs" else self.max_num_seqs
         return self.lookahead
+
+    @property
+    def roles(self) -> RoleConfig:
+        """The engine's part in disaggregated prefill."""
+        return RoleConfig(
+            role=KVRole(self.kv_role),
+            max_local_prefill_length=self.max_local_prefill_length,
+            timeout=self.remote_prefill_timeout,
+        )
 
     @property
     def sharing(self) -> SharingConfig:
@@ -416,6 +449,7 @@ class EngineSettings(BaseSettings):
             swap_space=self.swap_space,
             kv_offloading_folder=self.kv_offloading_folder,
             kv_offloading_folder_size=self.kv_offloading_folder_size,
+            kv_offloading_paced=self.kv_role != "kv_producer",
             max_num_seqs=self.max_num_seqs,
             max_num_batched_tokens=self.max_num_batched_tokens,
             itl_target=self.itl_target,

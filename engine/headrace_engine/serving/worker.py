@@ -19,6 +19,7 @@ from headrace_common.errors import BackendUnavailable
 from headrace_common.observability.metrics_server import Page
 from headrace_common.observability.telemetry import Telemetry
 from headrace_common.protocol.base import EngineQueue, EngineStatus, Lease
+from headrace_common.protocol.kv_roles import KVRole
 from headrace_common.protocol.live import SnapshotWriter
 from headrace_common.structured.grammar_checks import CheckBounds, GrammarChecks
 from headrace_common.structured.refused_grammars import LocalRefusedGrammars
@@ -36,12 +37,14 @@ from ..structured_output.compiler import GrammarCompiler
 from .adapter_loading import AdapterLoading
 from .debug_pages import DebugPages
 from .grammar_compilation import GrammarCompilation
+from .hand_over import HandOver
 from .image_reading import ImageReading
 from .memory_guard import MemoryGuard
 from .metrics import EngineMetrics
 from .model_registration import ModelRegistration
 from .reply_writer import ReplyWriter, retry
 from .request_tracker import RequestTracker
+from .role_config import RoleConfig
 from .sleep_pages import SleepPages
 from .sleeper import Sleeper
 from .snapshot_reporter import SnapshotReporter
@@ -94,6 +97,7 @@ class WorkerConfig:
     debug_pages: bool = False
     sleep_pages: bool = False
     grammar_bounds: CheckBounds = field(default_factory=CheckBounds)
+    roles: RoleConfig = RoleConfig()
 
 
 class Worker:
@@ -170,6 +174,7 @@ class Worker:
             resume_timeout=config.resume_timeout,
             kv_bytes_per_token=config.kv_bytes_per_token,
         )
+        self._hand_over = self._make_hand_over(engine)
         self._throughput = _Throughput(config.throughput_window)
         self._memory = MemoryGuard(available_memory)
         self._steps = StepLog()
@@ -183,6 +188,22 @@ class Worker:
         self._event_loop = asyncio.get_running_loop()
         telemetry.set_pages(self._pages(engine))
         self._failure: asyncio.Future[None] = self._event_loop.create_future()
+
+    def _make_hand_over(self, engine: Engine) -> HandOver | None:
+        if self._config.roles.role is KVRole.BOTH:
+            return None
+        return HandOver(
+            self._config.roles,
+            queue=self._queue,
+            engine=engine,
+            loop=self._loop,
+            tracker=self._tracker,
+            metrics=self._metrics,
+            status=lambda: self._status(self._tracker.sequences),
+            block_size=self._config.block_size,
+            kv_bytes_per_token=self._config.kv_bytes_per_token,
+            on_error=self._on_failure,
+        )
 
     def _pages(self, engine: Engine) -> Mapping[str, Page]:
         """What the metrics port shows and does beyond metrics and health."""
@@ -261,6 +282,8 @@ class Worker:
             running = partial(len, self._tracker.requests)
             take_turns = partial(self._turns.keep, self.sleeper, self._draining.is_set, running)
             services.append(take_turns)
+        if self._hand_over is not None:
+            services.append(self._hand_over.keep)
         tasks = [asyncio.create_task(service()) for service in services]
         try:
             await self._while_tasks_run(self._work(), *tasks)
@@ -268,6 +291,8 @@ class Worker:
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
+            if self._hand_over is not None:
+                await self._hand_over.close()
             await self._tracker.close()
             await self._compilation.close()
             self._images.close()
@@ -327,6 +352,8 @@ class Worker:
         if seconds is not None:
             self._metrics.observe(stats, seconds, self._tracker.requests)
         tokens = sum(map(self._tracker.on_output, outputs))
+        if self._hand_over is not None:
+            self._hand_over.move()
         if seconds is not None:
             self._steps.add(stats, seconds, time.time(), tokens)
         self._throughput.add(tokens, time.monotonic())
@@ -462,6 +489,8 @@ class Worker:
             name=self._config.name,
             variant=self._config.variant,
             shows_batch=self._snapshots is not None,
+            kv_role=self._config.roles.role.value,
+            max_local_prefill_length=self._config.roles.max_local_prefill_length,
         )
 
     async def _keep_alive(self) -> None:
@@ -497,8 +526,11 @@ class Worker:
 
     async def _give_back(self) -> None:
         """Gives what still runs to other engines, and tells other processes."""
-        given_back = await self._tracker.give_back()
-        logger.info("drained", extra={"given_back": given_back})
+        requests = list(self._tracker.requests)
+        await self._tracker.give_back(requests)
+        if self._hand_over is not None:
+            await self._hand_over.finish()
+        logger.info("drained", extra={"given_back": len(requests)})
         await self._tracker.beat(())
 
     async def _pause(self) -> None:

@@ -179,6 +179,12 @@ class EngineSettingsSpec(SpecSection):
     """Folder in which engines share the KV of prefixes, also after a restart."""
     kv_offloading_folder_size: float | None = Field(None, gt=0, strict=False)
     """GiB of that folder at most, for all engines together."""
+    kv_role: Literal["kv_producer", "kv_consumer", "kv_both"] | None = None
+    """kv_producer computes prompts and hands them over, kv_consumer goes on with the answers."""
+    max_local_prefill_length: int | None = Field(None, ge=0)
+    """Tokens of the longest prompt that a kv_consumer computes itself."""
+    remote_prefill_timeout: float | None = Field(None, ge=0, strict=False)
+    """Seconds for which an engine leaves a request to engines of the other role."""
     max_num_seqs: int | None = Field(None, ge=1)
     """Sequences that run at once."""
     max_num_batched_tokens: int | None = Field(None, ge=1)

@@ -25,6 +25,7 @@ TOGETHER: Mapping[str, tuple[str, ...]] = {
             "canary",
             "checkpoints",
             "costly_grammars",
+            "disaggregated_prefill",
             "discovery",
             "images",
             "lora",

@@ -25,6 +25,7 @@ from headrace_common.protocol.base import (
     Placement,
     Progress,
     QueueLimits,
+    TakeBounds,
 )
 from headrace_common.protocol.failures import failed
 from headrace_common.protocol.ledger import AttemptUsage
@@ -44,6 +45,11 @@ AHEAD = {"g0": -90_000, "g1": 90_000}
 gateways = st.sampled_from(tuple(AHEAD))
 # Long holds, so that no request is stolen because a test is slow.
 HOLD_MS = 3_600_000
+BOUNDS = (
+    TakeBounds(),
+    TakeBounds(fewest=5, handed_over=False, hold=HOLD_MS / 1000),
+    TakeBounds(most=4, hold=HOLD_MS / 1000),
+)
 MANNERS: Sequence[Mapping[str, bool]] = ({}, {}, {"polite": True}, {"disputed": True})
 REQUESTS = 12
 OVER = 11  # the request whose deadline has passed
@@ -254,10 +260,16 @@ class ScriptsAndModel(RuleBasedStateMachine):
         rid = self.requests[number].request_id
         self.same(*(self.run(q.deliver_outcome(rid, MODEL)) for q in self.gateways[gateway]))
 
-    @rule(engine=engines, number=requests)
-    def give_back(self, engine: str, number: int) -> None:
+    @rule(engine=engines, number=requests, handed_over=st.booleans())
+    def give_back(self, engine: str, number: int, handed_over: bool) -> None:
         for queue in self.engines[engine]:
-            self.run(queue.give_back([self.requests[number].request_id]))
+            rid = self.requests[number].request_id
+            self.run(queue.give_back([rid], handed_over=handed_over))
+
+    @rule(engine=engines, bounds=st.sampled_from(BOUNDS))
+    def limit(self, engine: str, bounds: TakeBounds) -> None:
+        for queue in self.engines[engine]:
+            queue.limit(bounds)
 
     @rule(gateway=gateways, engine=engines, number=requests)
     def release(self, gateway: str, engine: str, number: int) -> None:

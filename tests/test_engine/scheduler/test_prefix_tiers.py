@@ -356,3 +356,27 @@ def test_adapters_have_no_shared_tier() -> None:
     assert not store.blocks
     run(rig, make_request("plain", PROMPT))
     assert store.blocks
+
+
+@pytest.mark.parametrize("others", [0, 3])
+def test_the_tier_has_all_full_blocks_when_it_says_so(others: int) -> None:
+    """Also if nothing else runs and the request has ended meanwhile."""
+    store, written = MemoryStore(), list[int]()
+    rig = SharedRig(store, num_blocks=32)
+    for number in range(others):
+        params = SamplingParams(max_tokens=9, ignore_eos=True)
+        rig.add(make_request(f"other {number}", range(30, 36 + number), params=params))
+    rig.add(make_request("first", PROMPT, params=SamplingParams(max_tokens=2, ignore_eos=True)))
+    while not rig.tokens().get(("first", 0)):
+        rig.step()
+    rig.held = True
+    hashes = set(rig.scheduler.kv_cache.pool.hashes) - {None}
+
+    tiers = rig.scheduler.prefix_tiers
+    assert tiers is not None
+    tiers.call_when_shared(lambda: written.append(len(hashes - store.blocks.keys())))
+
+    assert written == [] and len(store.blocks) < len(hashes)
+    rig.held = False
+    rig.finish()
+    assert written == [0]

@@ -176,8 +176,12 @@ def test_steps_requests_and_tokens_are_counted(telemetry: Telemetry) -> None:
     clock.now += 4 * SECOND
     metrics.produced(leased, 8)
     metrics.ended(leased, Outcome(choices=(ChoiceState(token_ids=(1,) * 9),)))
+    metrics.handed_over(48, 9600.0, 0.5)
     assert telemetry.server is not None
     families = scrape(telemetry.server.url)
+    assert value(families, "headrace_engine_handover_tokens_total") == 48
+    assert value(families, "headrace_engine_handover_kv_bytes_total") == 9600
+    assert value(families, "headrace_engine_handover_duration_seconds_sum") == 0.5
     assert value(families, "headrace_engine_step_duration_seconds_sum") == 0.25
     assert value(families, "headrace_engine_step_tokens_sum", phase="prefill") == 100
     assert value(families, "headrace_engine_step_tokens_sum", phase="decode") == 4

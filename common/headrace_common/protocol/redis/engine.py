@@ -30,7 +30,16 @@ from ...wire.messages import (
     pack_tokens,
 )
 from ..attempt_history import AttemptHistory
-from ..base import Beat, EngineStatus, Lease, Outcome, Progress, TenantUse, Verdict
+from ..base import (
+    Beat,
+    EngineStatus,
+    Lease,
+    Outcome,
+    Progress,
+    TakeBounds,
+    TenantUse,
+    Verdict,
+)
 from ..failures import ended_state, failed
 from ..frames import (
     decode_control,
@@ -51,6 +60,7 @@ from .framing import frames_of
 from .images import read_image
 from .journal import JournalReader, entry_id
 from .sealing_check import SealingCheck
+from .statuses import read_statuses
 from .stream_reader import entries
 from .variants import SideBeats
 
@@ -97,6 +107,7 @@ class RedisEngineQueue:
         self._renewed: dict[str, float] = {}
         self._sealer = connection.sealer
         self._adapters: tuple[str, ...] = ()
+        self._bounds = TakeBounds()
         self._side = side or EngineSide(alone=True)
         self._side_beats = SideBeats(self._side, self._keys.canary, lease_ms)
         # Whether this connection's user may read the shared stream of control messages.
@@ -117,6 +128,12 @@ class RedisEngineQueue:
     def serve_adapters(self, adapters: Collection[str]) -> None:
         self._adapters = tuple(adapters)
 
+    def limit(self, bounds: TakeBounds) -> None:
+        self._bounds = bounds
+
+    async def engines(self) -> Sequence[EngineStatus]:
+        return await read_statuses(self._pipeline, self._model)
+
     async def take(self, count: int, prompt_tokens: int | None = None) -> Sequence[Lease]:
         shard = self._keys
         prefixes = [shard.records, shard.payloads, shard.journals]
@@ -126,8 +143,18 @@ class RedisEngineQueue:
             "take",
             [shard.stats, shard.dead_letters, shard.wakeups, *shard.queues, *prefixes]
             + [shard.ledger, shard.placed, *shard.fairness],
-            [self.engine_id, count, room, REQUEST_VERSION, keys.ENDED_TTL_MS]
-            + [*self._side_args(), *self._adapters],
+            [
+                self.engine_id,
+                count,
+                room,
+                REQUEST_VERSION,
+                keys.ENDED_TTL_MS,
+                self._bounds.fewest,
+                -1 if self._bounds.most is None else self._bounds.most,
+                int(self._bounds.hold * 1000),
+                *self._side_args(),
+                *self._adapters,
+            ],
         )
         self._left = (int(left[0]) - 1, left[1].decode()) if left else None
         is_held = bool(left) and left[2] >= 0
@@ -153,6 +180,7 @@ class RedisEngineQueue:
                 int(suspects),
                 int(sweep),
                 keys.ENDED_TTL_MS,
+                0 if self._bounds.handed_over else int(self._bounds.hold * 1000),
                 *self._side_args(),
                 int(self._side.canary_wanted),
                 *self._adapters,
@@ -327,14 +355,20 @@ class RedisEngineQueue:
             lambda: self._connection.client.pipeline(commands), tries=TRIES
         )
 
-    async def give_back(self, request_ids: Sequence[str], *, for_own_side: bool = False) -> None:
-        shard, own = self._keys, int(for_own_side)
+    async def give_back(
+        self,
+        request_ids: Sequence[str],
+        *,
+        for_own_side: bool = False,
+        handed_over: bool = False,
+    ) -> None:
+        shard, flags = self._keys, (int(for_own_side), int(handed_over))
         await self._run_many(
             "giveback",
             [
                 (
                     [shard.record(rid), shard.wakeups, *shard.queues],
-                    [rid, self.engine_id, "", 1, own],
+                    [rid, self.engine_id, "", 1, *flags],
                 )
                 for rid in request_ids
             ],

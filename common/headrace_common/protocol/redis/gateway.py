@@ -44,7 +44,6 @@ from ..frames import decode_frame, decode_outcome, encode_control, encode_frame
 from ..ledger import LedgerBounds
 from ..requests import fingerprint, priority_class, queue_full, token_cost
 from ..shards import SHARD_FIELDS, shard_note, shards_kept
-from ..status import MAX_STATUS_BYTES, decode_status
 from .client.client import Command, RedisClient
 from .client.connection import Connection, check_backend, translate
 from .depth import depth_of, rate_of
@@ -52,6 +51,7 @@ from .images import RedisImages
 from .journal import JournalReader
 from .queue_position import requests_ahead
 from .sealing_check import SealingCheck
+from .statuses import read_statuses
 from .stream_reader import entries
 from .variants import RedisCanary
 
@@ -59,7 +59,6 @@ logger = logging.getLogger(__name__)
 
 ADMIT_TRIES = 6  # about a second, in which Redis can restart
 TRIES = 3
-MOST_ENGINES = 1024  # the number of a model's engines whose statuses are read
 SHARDS_READ = 5.0  # seconds between two reads of the number of a model's shards
 
 
@@ -427,7 +426,7 @@ class RedisGatewayQueue:
         await self._connection.run(
             "giveback",
             [shard.record(request_id), shard.wakeups, *shard.queues],
-            [request_id, engine_id, attempt, 0, 0],
+            [request_id, engine_id, attempt, 0, 0, 0],
             tries=TRIES,
         )
 
@@ -466,25 +465,7 @@ class RedisGatewayQueue:
         return QueueDepth.of_all(parts)
 
     async def engines(self, model: str) -> Sequence[EngineStatus]:
-        try:
-            return [status for status in await self._statuses(model) if status is not None]
-        except ResponseError as error:  # engines may write anything there
-            extra = {"model": model, "error": str(error)}
-            logger.warning("statuses of a model's engines cannot be read", extra=extra)
-            return []
-
-    async def _statuses(self, model: str) -> Iterable[EngineStatus | None]:
-        """Reads the statuses of at most `MOST_ENGINES` engines, each within its bound in bytes."""
-        shard = ShardKeys(model)
-        (members,) = await self._pipeline(("SRANDMEMBER", shard.engines, MOST_ENGINES))
-        names = [(engine, shard.status(engine.decode(errors="replace"))) for engine in members]
-        values = await self._pipeline(
-            *(("GETRANGE", name, 0, MAX_STATUS_BYTES) for _, name in sorted(names))
-        )
-        found = list(zip(sorted(names), values, strict=True))
-        if lapsed := [engine for (engine, _), value in found if not value]:
-            await self._pipeline(("SREM", shard.engines, *lapsed))
-        return (_status(model, value) for _, value in found if value)
+        return await read_statuses(self._pipeline, model)
 
     async def canary_percent(self, model: str) -> float:
         return await RedisCanary(self._connection).percent(model)
@@ -529,20 +510,6 @@ def _placed(placement: Placement | None) -> list[str | float]:
     for candidate in placement.candidates:
         arguments += [candidate.engine_id, candidate.capacity / shards]
     return arguments
-
-
-def _status(model: str, data: bytes) -> EngineStatus | None:
-    """An engine's status; None if it is unreadable or of another model."""
-    try:
-        status = decode_status(data)
-        if status.model != model:
-            raise MessageError("engine status: is of another model")
-    except MessageError as error:
-        logger.warning(
-            "status of an engine unreadable, skipped", extra={"model": model, "error": str(error)}
-        )
-        return None
-    return status
 
 
 def _streams(gateway_id: str, models: Iterable[str]) -> dict[str, str]:

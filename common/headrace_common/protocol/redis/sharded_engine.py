@@ -23,7 +23,16 @@ from typing import TypeVar
 from ...errors import BackendUnavailable
 from ...wire.keys import shard_of
 from ...wire.messages import ChoiceState, Control, GenerateRequest, Reply
-from ..base import Beat, EngineStatus, Lease, Outcome, Progress, ShardQueue, TenantUse
+from ..base import (
+    Beat,
+    EngineStatus,
+    Lease,
+    Outcome,
+    Progress,
+    ShardQueue,
+    TakeBounds,
+    TenantUse,
+)
 from ..ledger import AttemptUsage
 
 logger = logging.getLogger(__name__)
@@ -71,6 +80,7 @@ class ShardedEngineQueue:
         self._said: EngineStatus | None = None
         self._sharing: asyncio.Task[None] | None = None
         self._adapters: tuple[str, ...] = ()
+        self._bounds = TakeBounds()
 
     async def start(self) -> None:
         """Like EngineQueue.start.
@@ -89,6 +99,7 @@ class ShardedEngineQueue:
         for number in range(len(self._shards), kept):
             shard = self._make(number)
             shard.serve_adapters(self._adapters)
+            shard.limit(self._bounds)
             await _start(shard)
             self._shards.append(shard)
 
@@ -98,6 +109,14 @@ class ShardedEngineQueue:
         self._adapters = tuple(adapters)
         for shard in self._shards:
             shard.serve_adapters(self._adapters)
+
+    def limit(self, bounds: TakeBounds) -> None:
+        self._bounds = bounds
+        for shard in self._shards:
+            shard.limit(bounds)
+
+    async def engines(self) -> Sequence[EngineStatus]:
+        return await self._first.engines()
 
     async def take(self, count: int, prompt_tokens: int | None = None) -> Sequence[Lease]:
         """Like EngineQueue.take: a part from each shard, then more from shards that have more.
@@ -297,10 +316,19 @@ class ShardedEngineQueue:
         self._said, self._said_at = status, time.monotonic()
         return beats
 
-    async def give_back(self, request_ids: Sequence[str], *, for_own_side: bool = False) -> None:
+    async def give_back(
+        self,
+        request_ids: Sequence[str],
+        *,
+        for_own_side: bool = False,
+        handed_over: bool = False,
+    ) -> None:
         parts = self._by_shard(request_ids, str)
         await asyncio.gather(
-            *(shard.give_back(ids, for_own_side=for_own_side) for shard, ids in parts)
+            *(
+                shard.give_back(ids, for_own_side=for_own_side, handed_over=handed_over)
+                for shard, ids in parts
+            )
         )
 
     def _by_shard(

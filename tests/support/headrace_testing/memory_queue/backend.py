@@ -18,6 +18,7 @@ from headrace_common.protocol.base import (
     Placement,
     Progress,
     QueueLimits,
+    TakeBounds,
     Verdict,
 )
 from headrace_common.protocol.failures import ended_state
@@ -42,6 +43,7 @@ from .shards import Log, Round, Shard
 SHARE = 16
 LOOK_AGAIN = 0.1  # seconds
 SUSPECT, POISON = 2, 4
+ALL = TakeBounds()
 
 
 class MemoryBackend:
@@ -228,9 +230,11 @@ class MemoryBackend:
         room: int | None,
         adapters: Collection[str] = (),
         side: EngineSide | None = None,
+        bounds: TakeBounds = ALL,
     ) -> Round:
         """TAKE."""
-        turn = Round(engine, count, math.inf if room is None else room, {"", *adapters})
+        most = math.inf if room is None else room
+        turn = Round(engine, count, most, {"", *adapters}, bounds)
         turn.side = side or turn.side
         for priority in (2, 3):
             share = min(shard.due[priority] // SHARE, turn.left)
@@ -265,7 +269,7 @@ class MemoryBackend:
         if record.deadline <= self.clock():
             self._remove_placed(shard, rid)
             turn.endings.append(self._fail(shard, queue.pop(), FailureCode.DEADLINE, False))
-        elif not turn.can_run(record, self.clock()):
+        elif not turn.takes(record, self.clock()):
             self._leave_to_others(shard, queue, turn)
         elif record.placed not in ("", turn.engine) and self._gives_way(shard, rid, turn):
             return
@@ -279,12 +283,12 @@ class MemoryBackend:
             turn.taken.append(taken)
 
     def _leave_to_others(self, shard: Shard, queue: FairQueue, turn: Round) -> None:
-        """Takes the next request that the engine can run before the first, or nothing more."""
+        """Takes the next request that the engine takes before the first, or nothing more."""
         now = self.clock()
-        able = [r for r in queue.listed() if turn.can_run(shard.records[r], now)]
+        able = [r for r in queue.listed() if turn.takes(shard.records[r], now)]
         if able:
             queue.pass_over(able[0])
-        elif any(turn.can_run(shard.records[r], now) for r in queue.unread()):
+        elif any(turn.takes(shard.records[r], now) for r in queue.unread()):
             queue.rotate()
         else:
             turn.lacking.add(shard.records[queue.first() or ""].priority)
@@ -364,6 +368,7 @@ class MemoryBackend:
         suspects: bool,
         adapters: Collection[str] = (),
         side: EngineSide | None = None,
+        bounds: TakeBounds = ALL,
     ) -> tuple[list[Taken], list[Ending]]:
         """REAP."""
         side = side or EngineSide(alone=True)
@@ -376,6 +381,9 @@ class MemoryBackend:
                 continue
             if record.deadline <= self.clock():
                 endings.append(self._fail(shard, rid, FailureCode.DEADLINE, True))
+                continue
+            held = not bounds.handed_over and bounds.hold
+            if self.clock() - record.handed_over_at < held:
                 continue
             if record.required not in ("", *adapters) or _is_left(record, side):
                 continue
@@ -431,6 +439,7 @@ class MemoryBackend:
         attempt: int | None,
         own: bool,
         for_own_side: bool = False,
+        handed_over: bool = False,
     ) -> bool:
         """GIVEBACK."""
         record = self.owned(shard, rid, engine, attempt)
@@ -441,6 +450,8 @@ class MemoryBackend:
             record.owner, record.executing = "", False
         if for_own_side:
             record.left_to_side = True
+        if handed_over:
+            record.handed_over_at = self.clock()
         shard.wakeups += 1
         return True
 

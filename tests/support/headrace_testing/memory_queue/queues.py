@@ -21,6 +21,7 @@ from headrace_common.protocol.base import (
     QueueLimits,
     QueuePosition,
     RequestStatus,
+    TakeBounds,
     TenantUse,
 )
 from headrace_common.protocol.failures import failed
@@ -222,8 +223,7 @@ class MemoryGatewayQueue:
         )
 
     async def engines(self, model: str) -> Sequence[EngineStatus]:
-        shard, now = self._backend.shard(model), self._backend.clock()
-        return [status for until, status in shard.statuses.values() if until > now]
+        return _engines(self._backend, model)
 
     async def canary_percent(self, model: str) -> float:
         return self._backend.shard(model).canary_percent or 0.0
@@ -262,6 +262,7 @@ class MemoryEngineQueue:
         self._lease = lease_ms / 1000
         self._attempts = AttemptHistory()
         self._adapters: tuple[str, ...] = ()
+        self._bounds = TakeBounds()
         self._woken = 0
         self._left: set[str] = set()
         # the time from which any engine may take requests that are placed with another
@@ -273,10 +274,23 @@ class MemoryEngineQueue:
     def serve_adapters(self, adapters: Collection[str]) -> None:
         self._adapters = tuple(adapters)
 
+    def limit(self, bounds: TakeBounds) -> None:
+        self._bounds = bounds
+
+    async def engines(self) -> Sequence[EngineStatus]:
+        return _engines(self._backend, self._model)
+
     async def take(self, count: int, prompt_tokens: int | None = None) -> Sequence[Lease]:
         shard = self._backend.shard(self._model, self.shard)
-        turn = self._backend.take(shard, self.engine_id, count, prompt_tokens, self._adapters,
-                                  self._side)  # fmt: skip
+        turn = self._backend.take(
+            shard,
+            self.engine_id,
+            count,
+            prompt_tokens,
+            self._adapters,
+            self._side,
+            self._bounds,
+        )
         self._left = self._newest(shard) if turn.stopped else set()
         self._free_at = turn.free_at
         return await self._leases(turn.taken, turn.endings)
@@ -288,7 +302,14 @@ class MemoryEngineQueue:
     async def reap(self, count: int, *, suspects: bool = True) -> Sequence[Lease]:
         shard = self._backend.shard(self._model, self.shard)
         taken, endings = self._backend.reap(
-            shard, self.engine_id, count, self._lease, suspects, self._adapters, self._side
+            shard,
+            self.engine_id,
+            count,
+            self._lease,
+            suspects,
+            self._adapters,
+            self._side,
+            self._bounds,
         )
         return await self._leases(taken, endings)
 
@@ -421,16 +442,33 @@ class MemoryEngineQueue:
         shard, used = self._backend.shard(self._model, self.shard), usage or AttemptUsage()
         return self._backend.finish(shard, request_id, self.engine_id, attempt, outcome, used)
 
-    async def give_back(self, request_ids: Sequence[str], *, for_own_side: bool = False) -> None:
+    async def give_back(
+        self,
+        request_ids: Sequence[str],
+        *,
+        for_own_side: bool = False,
+        handed_over: bool = False,
+    ) -> None:
         shard = self._backend.shard(self._model, self.shard)
         for request_id in request_ids:
             self._backend.release(
-                shard, request_id, self.engine_id, None, own=True, for_own_side=for_own_side
+                shard,
+                request_id,
+                self.engine_id,
+                None,
+                own=True,
+                for_own_side=for_own_side,
+                handed_over=handed_over,
             )
         await self._backend.wake(shard)
 
     async def close(self) -> None:
         self._backend.shards[self._model, self.shard].statuses.pop(self.engine_id, None)
+
+
+def _engines(backend: MemoryBackend, model: str) -> list[EngineStatus]:
+    shard, now = backend.shard(model), backend.clock()
+    return [status for until, status in shard.statuses.values() if until > now]
 
 
 def _journal(backend: MemoryBackend, request_id: str, model: str) -> tuple[ChoiceState, ...] | None:

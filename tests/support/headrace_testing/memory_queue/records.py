@@ -50,6 +50,7 @@ class Record:
     variant: str = ""  # its side
     weights: str = ""  # of the engine that runs it
     left_to_side: bool = False  # whether only engines with these weights may continue it
+    handed_over_at: float = -math.inf  # when an engine gave it back with its KV in the shared tier
     given: bool = False  # whether a client was given its outcome
     key: str = ""
     adapter: str = ""

@@ -6,7 +6,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 
-from headrace_common.protocol.base import EngineStatus
+from headrace_common.protocol.base import EngineStatus, TakeBounds
 from headrace_common.protocol.ledger import UsageEntry
 from headrace_common.protocol.variants import STABLE, EngineSide
 
@@ -70,14 +70,15 @@ class Round:
 
     It may take `most` requests, and prompt tokens while there is `room`. `stopped` says that the
     next request does not fit or, until `free_at`, belongs to another engine. `adapters` are those
-    that the engine has loaded, and ""; `lacking` are priorities whose first request it
-    cannot run. `side` is its side.
+    that the engine has loaded, and ""; `lacking` are priorities whose first request is none that
+    the engine takes. `side` is its side.
     """
 
     engine: str
     most: int
     room: float
     adapters: set[str] = field(default_factory=lambda: {""})
+    bounds: TakeBounds = TakeBounds()
     lacking: set[int] = field(default_factory=set)
     side: EngineSide = field(default_factory=lambda: EngineSide(alone=True))
     taken: list[Taken] = field(default_factory=list)
@@ -85,13 +86,22 @@ class Round:
     stopped: bool = False
     free_at: float = math.inf
 
-    def can_run(self, record: Record, now: float) -> bool:
-        """Whether the engine has the request's adapter and is of its side."""
-        if record.required not in self.adapters:
-            return False
+    def takes(self, record: Record, now: float) -> bool:
+        """Whether the engine takes the request, if there is room."""
+        return (
+            record.required in self.adapters
+            and self._is_of_side(record, now)
+            and self._is_within_bounds(record, now)
+        )
+
+    def _is_of_side(self, record: Record, now: float) -> bool:
         if self.side.alone or record.variant == self.side.variant:
             return True
         return self.side.variant == STABLE and now - record.admitted >= PATIENCE
+
+    def _is_within_bounds(self, record: Record, now: float) -> bool:
+        late = now - record.admitted >= self.bounds.hold
+        return late or self.bounds.includes(record.prompt_tokens)
 
     @property
     def left(self) -> int:

@@ -6,20 +6,22 @@
 --       7 of payloads, 8 of journals (see TAKE for the prefixes), 9 ledger
 -- ARGV  1 engine id, 2 most requests, 3 lease (ms), 4 protocol version, 5 may have a suspect (0/1),
 --       6 forget idle consumers (0/1), 7 ms to keep the record of one that ends here,
---       8-10 those of variants.lua, 11 whether a canary is wanted (0/1),
+--       8 ms for which it leaves a request whose KV was handed over to other engines,
+--       9-11 those of variants.lua, 12 whether a canary is wanted (0/1),
 --       then the adapters that the engine has loaded
 -- Result  {leases, endings} as TAKE, but a lease may also be ABANDONED
 local stats, letters = KEYS[1], KEYS[2]
 local engine, count, lease_ms = ARGV[1], tonumber(ARGV[2]), tonumber(ARGV[3])
 local version, suspects, ttl = tonumber(ARGV[4]), tonumber(ARGV[5]), ARGV[7]
+local hold = tonumber(ARGV[8])
 local SUSPECT, POISON = 2, 4
 local PAGE, PAGES = 32, 8
 local QUARANTINE = 86400000 -- ms that a poisonous request's payload is kept, to be run again
 local FORGET = 10 -- leases, after which a consumer without pending entries is forgotten
 local now = now_ms()
 local leases, endings = {}, {}
-read_variant(8)
-read_adapters(12)
+read_variant(9)
+read_adapters(13)
 
 local function fail(queue, id, rid, v, why)
   local record, payload, journal = KEYS[6] .. rid, KEYS[7] .. rid, KEYS[8] .. rid
@@ -45,7 +47,7 @@ end
 -- side is wanted.
 local function is_left(v)
   if not crosses(v[12]) then return false end
-  return not alone or v[14] == '1' and ARGV[11] == '1' and with_other_weights(v[12], v[13])
+  return not alone or v[14] == '1' and ARGV[12] == '1' and with_other_weights(v[12], v[13])
 end
 
 local function whose_tokens(v)
@@ -74,7 +76,7 @@ local function deal(queue, id)
   local entry = redis.call('XRANGE', queue, id, id)[1]
   local rid = entry and field(entry, 'r')
   local v = rid and redis.call('HMGET', KEYS[6] .. rid, 'st', 'mid', 'd', 'a', 'g', 'v', 'f', 'ph',
-    'pn', 'pt', 't', 'va', 'wf', 'ls')
+    'pn', 'pt', 't', 'va', 'wf', 'ls', 'ho')
   if not v or not v[1] then
     drop(queue, id)
     dead_letter(letters, rid or '', 'no_record', 0)
@@ -82,6 +84,8 @@ local function deal(queue, id)
     drop(queue, id)
   elseif tonumber(v[3]) <= now then
     fail(queue, id, rid, v, 'deadline_exceeded')
+  elseif now - tonumber(v[15] or 0) < hold then
+    return
   elseif tonumber(v[6]) <= version and not is_left(v) and not lacks_adapter(KEYS[6] .. rid, v[6]) then
     local failed = failures(v)
     if failed >= POISON then

@@ -7,14 +7,15 @@
 --       those of charging.lua. Which requests come is known only when they are read, so their keys
 --       are made here from the prefixes: same hash tag, same slot.
 -- ARGV  1 engine id, 2 most requests, 3 most prompt tokens (-1: any), 4 protocol version,
---       5 ms to keep the record of one that ends here, 6-8 those of variants.lua, then the adapters that
---       the engine has loaded
+--       5 ms to keep the record of one that ends here, 6 fewest and 7 most tokens of a prompt (-1: any)
+--       that it takes, 8 ms for which it leaves others to other engines, 9-11 those of variants.lua,
+--       then the adapters that the engine has loaded
 -- Result  {leases, endings, left}. lease {request id, attempt, gateway, recovered, suspect, payload,
 --         placed: 0 with no engine, 1 with this one, 2 with another, ms since it was admitted,
 --         ms until its deadline, OWN or FOREIGN};
 --         ending {request id, attempt, gateway, why}; left: {priority, id, ms} of the entry that did
---         not fit the prompt tokens (ms -1), or is another engine's for so many ms more, or is for an
---         adapter or a side that this engine lacks, and so many ms later it looks again; or {}
+--         not fit the prompt tokens (ms -1), or is another engine's for so many ms more, or is none that
+--         this engine takes, and so many ms later it looks again; or {}
 local stats, letters, wakeups = KEYS[1], KEYS[2], KEYS[3]
 local engine, version, ttl = ARGV[1], tonumber(ARGV[4]), ARGV[5]
 local room = tonumber(ARGV[3])
@@ -22,9 +23,10 @@ local SHARE = 16
 local now = now_ms()
 local leases, endings, left = {}, {}, {}
 local charged, served = {}, nil -- tokens of the tenants that were served, and which of them last
-local stopped = {} -- for each priority, `left` if its first request is one that the engine cannot run
-read_variant(6)
-read_adapters(9)
+local stopped = {} -- for each priority, `left` if its first request is none that the engine takes
+read_bounds(6, now)
+read_variant(9)
+read_adapters(12)
 
 -- The id just below `id`; if the group has read it last, `id` is next again.
 local function before(id)
@@ -98,7 +100,7 @@ local function give_way(queue, priority, id, rid, v)
   return true
 end
 
--- Leaves an entry just read, which this engine cannot run, to other engines.
+-- Leaves an entry just read, which this engine does not take, to other engines.
 local function leave_to_others(queue, priority, id, rid, v)
   if pass_over(queue, priority, id, rid, v, now) then return end
   unread(queue, id, rid)
@@ -121,7 +123,7 @@ local function deal(queue, priority, id, rid, v)
     no_longer_waiting(priority, v[9] or 'default', v[7])
     unplace(priority, v[10], rid)
     redis.call('XADD', wakeups, 'MAXLEN', '~', 16, '*', 'r', rid)
-  elseif of_other_side(v[15], v[12], now) or lacks_adapter(RECORDS .. rid, v[6]) then
+  elseif is_for_others(v[15], v[8], v[12], now) or lacks_adapter(RECORDS .. rid, v[6]) then
     leave_to_others(queue, priority, id, rid, v)
   elseif placed(v) == 2 and give_way(queue, priority, id, rid, v) then
     return
