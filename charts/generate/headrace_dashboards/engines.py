@@ -22,6 +22,7 @@ def dashboard() -> Dashboard:
             Row("Requests", _requests()),
             Row("Processes", _processes()),
             Row("Starts", _starts()),
+            Row("Canary", _canary()),
         ),
     )
 
@@ -214,6 +215,36 @@ def _cache() -> tuple[Panel, ...]:
             queries=(_by_result(names.QUEUE_PLACEMENTS),),
             unit=Unit.PER_SECOND,
             look=Look.STACKED,
+        ),
+    )
+
+
+def _canary() -> tuple[Panel, ...]:
+    variant = q.label(names.VARIANT)
+    side = f"{{{{{variant}}}}}"
+    failed = q.total(q.rate(names.ENGINE_REQUESTS_ENDED, f'{q.CODE}!=""'), variant)
+    return (
+        Panel(
+            title="Failures by side",
+            description="Share of the requests of each side of a canary that failed.",
+            queries=(
+                Query(q.ratio(failed, q.total(q.rate(names.ENGINE_REQUESTS_ENDED), variant)), side),
+            ),
+            unit=Unit.SHARE,
+        ),
+        Panel(
+            title="First token by side",
+            description="Time from admission to the first token: 95th percentile of each side.",
+            queries=(Query(q.quantile(0.95, names.ENGINE_TIME_TO_FIRST_TOKEN, "", variant), side),),
+            unit=Unit.SECONDS,
+        ),
+        Panel(
+            title="Time per token by side",
+            description="Time per output token after the first: 95th percentile of each side.",
+            queries=(
+                Query(q.quantile(0.95, names.ENGINE_TIME_PER_OUTPUT_TOKEN, "", variant), side),
+            ),
+            unit=Unit.SECONDS,
         ),
     )
 
