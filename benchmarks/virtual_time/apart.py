@@ -9,20 +9,16 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from headrace_common.sampling.params import SamplingParams
-from headrace_engine.core.config import EngineConfig
 from headrace_engine.core.request import EngineRequest
 from headrace_engine.core.step_plan import SchedulerOutput, StepResult
-from headrace_engine.scheduler.input_validation import Limits
-from headrace_engine.scheduler.policies import make_policy
-from headrace_engine.scheduler.scheduler import Scheduler
 from headrace_operator.simulation.engine import EngineCosts
 from headrace_operator.simulation.engine_profile import EngineProfile
 from headrace_operator.simulation.events import NEVER, EventQueue
 
 from .batching import Continuous
-from .jobs import EOS, VOCABULARY, Job
+from .jobs import Job
 from .measures import Log
-from .run import BLOCK_SIZE, LAST, OTHER
+from .run import BLOCK_SIZE, LAST, OTHER, make_scheduler
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,21 +43,9 @@ class _Engine:
     """One engine. `left` are the prompt tokens that it has not computed yet."""
 
     def __init__(self, profile: EngineProfile, fleet: Fleet, events: EventQueue) -> None:
-        config = EngineConfig(
-            model="virtual",
-            max_num_seqs=profile.max_num_seqs,
-            max_num_batched_tokens=profile.max_num_batched_tokens,
-            itl_target=fleet.itl_target,
-            enable_prefix_caching=False,
+        self.scheduler = make_scheduler(
+            profile, "fcfs", lambda: events.now, itl_target=fleet.itl_target
         )
-        limits = Limits(
-            num_blocks=profile.kv_tokens // BLOCK_SIZE,
-            block_size=BLOCK_SIZE,
-            max_model_len=profile.kv_tokens,
-            vocab_size=VOCABULARY,
-            eos_token_ids=frozenset({EOS}),
-        )
-        self.scheduler = Scheduler(config, limits, make_policy("fcfs", {}, lambda: events.now))
         self.requests: dict[str, int] = {}  # with the tokens of their prompts that are left
         self.stepping = False
 

@@ -2,7 +2,8 @@
 model says."""
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
 from headrace_engine.core.config import EngineConfig
 from headrace_engine.core.outputs import SampledToken, SequenceOutput
@@ -24,6 +25,27 @@ BLOCK_SIZE = 16
 LAST, OTHER = (SampledToken(EOS),), (SampledToken(TOKEN),)
 
 
+def make_scheduler(
+    profile: EngineProfile, policy: str, clock: Callable[[], float], **settings: Any
+) -> Scheduler:
+    """An engine's scheduler in virtual time, with further settings of EngineConfig."""
+    config = EngineConfig(
+        model="virtual",
+        max_num_seqs=profile.max_num_seqs,
+        max_num_batched_tokens=profile.max_num_batched_tokens,
+        enable_prefix_caching=False,
+        **settings,
+    )
+    limits = Limits(
+        num_blocks=profile.kv_tokens // BLOCK_SIZE,
+        block_size=BLOCK_SIZE,
+        max_model_len=profile.kv_tokens,
+        vocab_size=VOCABULARY,
+        eos_token_ids=frozenset({EOS}),
+    )
+    return Scheduler(config, limits, make_policy(policy, {}, clock))
+
+
 class VirtualEngine:
     """One run of the scheduler with the engine of a profile. No step is computed."""
 
@@ -38,20 +60,7 @@ class VirtualEngine:
         for job in jobs:
             self._arrivals.at(job.arrival, self._queue.append, job)
         self._last_arrival = max(job.arrival for job in jobs)
-        config = EngineConfig(
-            model="virtual",
-            max_num_seqs=profile.max_num_seqs,
-            max_num_batched_tokens=profile.max_num_batched_tokens,
-            enable_prefix_caching=False,
-        )
-        limits = Limits(
-            num_blocks=profile.kv_tokens // BLOCK_SIZE,
-            block_size=BLOCK_SIZE,
-            max_model_len=profile.kv_tokens,
-            vocab_size=VOCABULARY,
-            eos_token_ids=frozenset({EOS}),
-        )
-        self._scheduler = Scheduler(config, limits, make_policy(policy, {}, lambda: self._now))
+        self._scheduler = make_scheduler(profile, policy, lambda: self._now)
         self.log = Log(jobs)
 
     @property

@@ -14,11 +14,15 @@ MAX_ASPECT_RATIO = 200
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class QwenVLImages(ImageFormat):
-    """The ImageFormat of these families. The defaults are those of transformers' processor."""
+    """The ImageFormat of these families. The defaults are those of transformers' processor.
+
+    An image counts as `frames` equal ones when its pixels are compared with the bounds.
+    """
 
     placeholder: int
     patch_size: int = 14
     merge: int = 2
+    frames: int = 1
     min_pixels: int = 56 * 56
     max_pixels: int = 28 * 28 * 1280
 
@@ -58,12 +62,12 @@ class QwenVLImages(ImageFormat):
             )
         side = self.patch_size * self.merge
         wide, high = round(width / side) * side, round(height / side) * side
-        if wide * high > self.max_pixels:
-            shrink = math.sqrt(height * width / self.max_pixels)
+        if self.frames * wide * high > self.max_pixels:
+            shrink = math.sqrt(self.frames * height * width / self.max_pixels)
             wide = max(side, math.floor(width / shrink / side) * side)
             high = max(side, math.floor(height / shrink / side) * side)
-        elif wide * high < self.min_pixels:
-            grow = math.sqrt(self.min_pixels / (height * width))
+        elif self.frames * wide * high < self.min_pixels:
+            grow = math.sqrt(self.min_pixels / (self.frames * height * width))
             wide = math.ceil(width * grow / side) * side
             high = math.ceil(height * grow / side) * side
         return wide, high

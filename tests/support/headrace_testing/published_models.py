@@ -143,7 +143,7 @@ def _by_transformers(config: Mapping[str, Any]) -> dict[str, StoredTensor]:
     left_out = ("auto_map", "quantization_config")
     plain = {name: value for name, value in config.items() if name not in left_out}
     plain["model_type"] = _SAME_AS.get(plain["model_type"], plain["model_type"])
-    if plain["model_type"] == "qwen2" and config["model_type"] == "mimo":
+    if config["model_type"] == "mimo":
         plain["use_sliding_window"] = False
     made = AutoConfig.for_model(**plain)
     sees = "vision_config" in plain
@@ -179,7 +179,7 @@ def _fp8(name: str, tensor: StoredTensor, kind: Mapping[str, Any]) -> dict[str, 
     linear = name.endswith("_proj.weight") and len(tensor.shape) == 2
     whole = kind.get("modules_to_not_convert") or kind.get("ignored_layers") or ()
     module = name.removesuffix(".weight")
-    if not linear or any(each in module for each in (*whole, "indexer", "kv_b_proj_")):
+    if not linear or any(each in module for each in (*whole, "indexer")):
         return {name: tensor}
     blocks = zip(tensor.shape, kind["weight_block_size"], strict=True)
     scales = tuple(-(-size // block) for size, block in blocks)
