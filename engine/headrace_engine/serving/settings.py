@@ -110,8 +110,8 @@ class EngineSettings(BaseSettings):
     )
     node_secret_file: str | None = Field(
         None,
-        description="file with a secret that all nodes of the engine know; without it, whoever "
-        "reaches master_port while node 0 waits can join",
+        description="file with a secret that all nodes of the engine know; without it, any host "
+        "that reaches master_port while node 0 waits can join",
     )
     node_timeout: float = Field(
         15.0, ge=1, description="seconds without a sign of life until a node counts as lost"
