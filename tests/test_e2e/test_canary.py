@@ -2,8 +2,9 @@
 
 import asyncio
 import json
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import httpx
 import pytest
@@ -11,6 +12,7 @@ import pytest
 from headrace_common.protocol.redis.client.connection import Connection, ConnectionConfig
 from headrace_common.protocol.redis.variants import RedisCanary
 from headrace_common.protocol.variants import drawn
+from headrace_common.wire.keys import ShardKeys
 from headrace_testing.checkpoints import save_checkpoint
 from headrace_testing.processes import Starter, until
 from headrace_testing.stack import MODEL, EngineProcess, Stack
@@ -38,15 +40,35 @@ class Rollout:
         engine.await_log("engine ready")
         return engine
 
+    def give_all_to_canary(self) -> EngineProcess:
+        """Adds a canary for all requests, and waits until every process knows of it.
+
+        Until then the stable engine takes the canary's requests, too.
+        """
+        _, old = self.answer()
+        canary = self.add_canary()
+        until(lambda: self._has_beat("canary"), "the canary to tell that it is there")
+        self.set_percent(100)
+        until(lambda: self._has_beat("stable"), "the stable engine to know of the canary")
+        until(lambda: self.answer()[1] != old, "an answer of the canary")
+        return canary
+
     def set_percent(self, percent: float | None) -> None:
-        async def write() -> None:
+        self._run(lambda connection: RedisCanary(connection).set_percent(MODEL, percent))
+
+    def _has_beat(self, side: str) -> bool:
+        command = ("HEXISTS", ShardKeys(MODEL).canary, f"beat.{side}")
+        return bool(self._run(lambda connection: connection.client.command(*command)))
+
+    def _run(self, use: Callable[[Connection], Awaitable[Any]]) -> Any:
+        async def run() -> Any:
             connection = Connection(ConnectionConfig(url=self.stack.redis_url))
             try:
-                await RedisCanary(connection).set_percent(MODEL, percent)
+                return await use(connection)
             finally:
                 await connection.close()
 
-        asyncio.run(write())
+        return asyncio.run(run())
 
     def answer(self, max_tokens: int = 16) -> tuple[str, str]:
         """A request's id and the text of its answer."""
@@ -96,9 +118,7 @@ def test_a_canary_gets_its_share_of_requests_and_continues_its_own_answers(
     rollout: Rollout,
 ) -> None:
     _, old = rollout.answer()
-    canary = rollout.add_canary()
-    rollout.set_percent(100)
-    until(lambda: rollout.answer()[1] != old, "an answer of the canary")
+    canary = rollout.give_all_to_canary()
     _, new = rollout.answer()
 
     def strays(answers: Sequence[tuple[str, str]]) -> list[tuple[str, str]]:
@@ -109,7 +129,7 @@ def test_a_canary_gets_its_share_of_requests_and_continues_its_own_answers(
 
     # The gateway learns the share within seconds; until then the canary answers all.
     rollout.set_percent(PERCENT)
-    until(lambda: not strays([rollout.answer() for _ in range(8)]), "answers by the new share")
+    until(rollout.answers_like(old), "an answer of the stable engine")
     answers = [rollout.answer() for _ in range(40)]
     assert not strays(answers)
     assert {text for _, text in answers} == {old, new}
@@ -138,9 +158,7 @@ def test_an_answer_of_a_revision_that_is_gone_fails_instead_of_changing_weights(
     rollout: Rollout,
 ) -> None:
     _, old = rollout.answer()
-    canary = rollout.add_canary()
-    rollout.set_percent(100)
-    until(lambda: rollout.answer()[1] != old, "an answer of the canary")
+    canary = rollout.give_all_to_canary()
     _, whole = rollout.answer(LONG)
     assert not whole.startswith(old)
 
