@@ -14,6 +14,7 @@ from tokenizers import AddedToken
 
 from headrace_gateway.images.fetching import Fetcher
 from headrace_gateway.images.intake import ImageIntake, ImageLimits
+from headrace_gateway.images.uploads import UploadedImages
 
 from .tokenizers import byte_level_tokenizer, write_checkpoint
 
@@ -53,7 +54,7 @@ def image_part(encoded: bytes, **fields: Any) -> dict[str, Any]:
 
 
 def image_intake(**limits: int) -> ImageIntake:
-    """An intake that fetches nothing. Close it if it has read images."""
+    """An intake that fetches nothing and has no files. Close it if it has read images."""
     usual = {
         "images": 8,
         "image_bytes": 200_000,
@@ -61,7 +62,7 @@ def image_intake(**limits: int) -> ImageIntake:
         "held_bytes": 2**20,
         "workers": 2,
     }
-    return ImageIntake(ImageLimits(**{**usual, **limits}), Fetcher((), 1))
+    return ImageIntake(ImageLimits(**{**usual, **limits}), Fetcher((), 1), UploadedImages(None))
 
 
 def png_of_size(width: int, height: int) -> bytes:

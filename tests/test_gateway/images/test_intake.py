@@ -14,6 +14,7 @@ from headrace_gateway.errors import ApiError
 from headrace_gateway.images.held_images import HeldImages, HeldImagesFull
 from headrace_gateway.images.intake import ImageIntake
 from headrace_gateway.limits.work import Work, WorkPool
+from headrace_gateway.schemas.chat_messages import ImageSource
 from headrace_testing.images import bomb, data_url, image_intake, picture, png_of_size
 
 
@@ -44,8 +45,10 @@ def decoded(monkeypatch: pytest.MonkeyPatch) -> list[bytes]:
     return images
 
 
-def named(*pictures: bytes) -> list[tuple[str, str]]:
-    return [(f"image {number}", data_url(each)) for number, each in enumerate(pictures)]
+def named(*pictures: bytes) -> list[ImageSource]:
+    return [
+        ImageSource(f"image {number}", url=data_url(each)) for number, each in enumerate(pictures)
+    ]
 
 
 async def refusal(intake: ImageIntake, work: Work, *pictures: bytes) -> ApiError:
