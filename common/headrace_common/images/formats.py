@@ -12,6 +12,7 @@ from .gemma3 import Gemma3Images
 from .glm4v import Glm4vImages
 from .idefics3 import Idefics3Images
 from .layout import ImageFormat, PromptTokens
+from .llama4 import Llama4Images
 from .llava_onevision import LlavaOnevisionImages
 from .pixtral import PixtralImages
 from .qwen_vl import QwenVLImages
@@ -26,6 +27,7 @@ FAMILIES: dict[str, FamilyReader] = {
     "glm46v": Glm4vImages.from_files,
     "idefics3": Idefics3Images.from_files,
     "smolvlm": Idefics3Images.from_files,
+    "llama4": Llama4Images.from_files,
     "llava_onevision": LlavaOnevisionImages.from_files,
     "mistral3": PixtralImages.from_files,
     "qwen2_vl": QwenVLImages.from_files,

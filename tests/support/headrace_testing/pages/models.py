@@ -29,7 +29,7 @@ _INDEXED = "latent attention to [keys that an indexer chooses](memory.md#latents
 MODELS: dict[str, str] = {
     "LlamaForCausalLM": "Llama 1-3, and many others",
     "Llama4ForCausalLM": "Llama 4, with [attention in chunks](#sliding-windows)",
-    "Llama4ForConditionalGeneration": f"Llama 4, {_TEXT_ONLY}",
+    "Llama4ForConditionalGeneration": "Llama 4 as published, with a vision tower",
     "MistralForCausalLM": "Mistral",
     "Ministral3ForCausalLM": "Ministral",
     "Mistral3ForConditionalGeneration": "Mistral Small from 3.1 on and Ministral 3",
