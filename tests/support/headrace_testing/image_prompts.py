@@ -44,14 +44,18 @@ def noise(width: int, height: int, seed: int = 0) -> Image.Image:
     return Image.fromarray(pixels)
 
 
-def save_chat_model(folder: Path, name: str) -> Path:
-    """A checkpoint whose tokenizer has a placeholder, and with a chat template."""
+def save_chat_model(
+    folder: Path, name: str, placeholder: str = IMAGE_TOKEN, field: str = "image_token_id"
+) -> Path:
+    """A checkpoint whose tokenizer has this placeholder and a token of two line breaks, and with a
+    chat template. `field` of config.json has the placeholder's id."""
     save_checkpoint(folder, name)
     tokenizer = make_tokenizer()
-    tokenizer.add_special_tokens([AddedToken(IMAGE_TOKEN, special=True)])
+    tokenizer.add_special_tokens([AddedToken(placeholder, special=True)])
+    tokenizer.add_tokens([AddedToken("\n\n", normalized=False)])
     tokenizer.save(str(folder / "tokenizer.json"))
-    change_config(folder, image_token_id=tokenizer.token_to_id(IMAGE_TOKEN))
-    (folder / "chat_template.jinja").write_text(_TEMPLATE)
+    change_config(folder, **{field: tokenizer.token_to_id(placeholder)})
+    (folder / "chat_template.jinja").write_text(_TEMPLATE.replace(IMAGE_TOKEN, placeholder))
     return folder
 
 
