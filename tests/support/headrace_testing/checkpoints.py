@@ -215,6 +215,10 @@ _AROUND_SQUARES = (
 )
 
 
+# One to three tiles of 16 x 16 pixels in each direction.
+_CANVASES = [[high, wide] for high in (16, 32, 48) for wide in (16, 32, 48)]
+
+
 _GLM4V: dict[str, Any] = {
     "image_token_id": VOCAB - 1,
     "video_token_id": VOCAB - 2,
@@ -300,10 +304,10 @@ SHAPES: dict[str, Shape] = {
             "vision_config": {
                 "hidden_size": 32,
                 "intermediate_size": 128,
-                "num_hidden_layers": 1,
+                "num_hidden_layers": 2,
                 "num_attention_heads": 2,
-                "image_size": 28,
-                "patch_size": 14,
+                "image_size": 16,
+                "patch_size": 4,
                 "vision_output_dim": 32,
                 "projector_input_dim": 32,
                 "projector_output_dim": 32,
@@ -312,6 +316,15 @@ SHAPES: dict[str, Shape] = {
             "boi_token_index": VOCAB - 2,
             "eoi_token_index": VOCAB - 3,
         },
+        processor={
+            "image_processor_type": "Llama4ImageProcessor",
+            "size": {"height": 16, "width": 16},
+            "max_patches": 4,
+        },
+        tokens=(
+            *("<|image|>", "<|image_start|>", "<|image_end|>"),
+            *("<|tile_x_separator|>", "<|tile_y_separator|>"),
+        ),
     ),
     "mistral": Shape("MistralConfig", {**_GROUPED, "sliding_window": 12}),
     "qwen2": Shape("Qwen2Config", {**_GROUPED, "tie_word_embeddings": True}),
@@ -537,6 +550,43 @@ SHAPES: dict[str, Shape] = {
             "vision_config": {**_GLM4V["vision_config"], "model_type": "glm4v_vision"},
         },
         processor={**_GLM_IMAGES, "image_processor_type": "Glm46VImageProcessor"},
+    ),
+    "glm4v-moe": Shape(
+        "Glm4vMoeConfig",
+        {
+            **_GLM4V,
+            "text_config": {
+                **_ROUTED,
+                "attention_bias": True,
+                "rope_parameters": _GLM4V["text_config"]["rope_parameters"],
+            },
+        },
+        processor=_GLM_IMAGES,
+    ),
+    "llava-onevision": Shape(
+        "LlavaOnevisionConfig",
+        {
+            "text_config": {**_GROUPED, "model_type": "qwen2"},
+            "vision_config": {
+                "model_type": "siglip_vision_model",
+                "hidden_size": 32,
+                "intermediate_size": 48,
+                "num_hidden_layers": 2,
+                "num_attention_heads": 2,
+                "image_size": 16,
+                "patch_size": 4,
+                "vision_use_head": False,
+            },
+            "image_token_index": VOCAB - 1,
+            "video_token_index": VOCAB - 2,
+            "image_grid_pinpoints": _CANVASES,
+            "vision_aspect_ratio": "anyres_max_2",
+        },
+        processor={
+            "image_processor_type": "LlavaOnevisionImageProcessor",
+            "size": {"height": 16, "width": 16},
+            "image_grid_pinpoints": _CANVASES,
+        },
     ),
     "smolvlm": Shape("SmolVLMConfig", _IDEFICS3, processor=_SQUARES, tokens=_AROUND_SQUARES),
     "idefics3": Shape("Idefics3Config", _IDEFICS3, processor=_SQUARES, tokens=_AROUND_SQUARES),

@@ -31,6 +31,9 @@ NAMES = (
     "mistral3-multimodal",
     "glm4v",
     "glm46v",
+    "glm4v-moe",
+    "llama4-multimodal",
+    "llava-onevision",
     "smolvlm",
     "idefics3",
 )
@@ -39,7 +42,10 @@ LENGTH = 8
 # of 4, or those up to a state that was kept.
 REUSED = dict.fromkeys(NAMES, (32, 4))
 REUSED |= {"qwen3_5-multimodal": (24, 0), "gemma3-multimodal": (20, 4)}
-REUSED |= {"mistral3-multimodal": (40, 4), "smolvlm": (64, 4), "idefics3": (64, 4)}
+REUSED |= {"llava-onevision": (56, 4), "mistral3-multimodal": (40, 4)}
+REUSED |= {"smolvlm": (64, 4), "idefics3": (64, 4)}
+# Blocks that are too few for the sequences that begin together.
+BLOCKS = dict.fromkeys(NAMES, 38) | {"llama4-multimodal": 32}
 # Tokens of an image of the families that compute it in one step.
 WHOLE = {"gemma3-multimodal": 18}
 # Width and height in pixels: a token is 8 x 8, and larger images than 64 x 64 are made smaller.
@@ -103,7 +109,7 @@ def test_an_image_that_is_preempted_is_not_encoded_again(
     engine = serve(
         checkpoint(name),
         attention_backend=backend,
-        num_blocks=38,
+        num_blocks=BLOCKS[name],
         watermark=0.0,
         enable_prefix_caching=False,
         disable_hybrid_kv_cache_manager=True,

@@ -53,7 +53,10 @@ class VisionTower:
         }
         output = self._model.get_image_features(**given)
         deeper = getattr(output, "deepstack_features", None) or ()
-        return torch.stack([_joined(level) for level in (output.pooler_output, *deeper)])
+        first = output.pooler_output
+        if first is None:  # of Llama 4
+            first = self._model.multi_modal_projector(output.last_hidden_state)
+        return torch.stack([_joined(level) for level in (first, *deeper)])
 
     def _placed(self, given: torch.Tensor) -> torch.Tensor:
         dtype = self._model.dtype if given.is_floating_point() else given.dtype
