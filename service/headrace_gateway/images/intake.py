@@ -133,7 +133,7 @@ class ImageIntake:
     async def _read_bytes(self, name: str, encoded: bytes, work: Work) -> ReadImage:
         content = await work.run(len(encoded), partial(content_hash, encoded))
         key = (work.tenant, content)
-        found = self._held.find(key)
+        found: Decoded | None = self._held.find(key)
         if found is None:
             if key not in self._decoding:
                 self._start(key, self._decode(self._hold(encoded, key), key))

@@ -83,6 +83,26 @@ def bomb(side: int = 4000) -> bytes:
     return out.getvalue()
 
 
+def slow_jpeg(scans: int = 4000, side: int = 2048) -> bytes:
+    """A progressive JPEG whose last scan is repeated: a few bytes each, and a pass over all
+    coefficients."""
+    out = io.BytesIO()
+    Image.new("L", (side, side)).save(out, "JPEG", progressive=True)
+    plain = out.getvalue()
+    last = plain.rindex(b"\xff\xda")
+    return plain[:last] + plain[last:-2] * scans + plain[-2:]
+
+
+def texts_png(texts: int = 64, size: int = 2**20) -> bytes:
+    """A PNG with as many compressed texts of `size` characters each."""
+    plain = picture()
+    text = b"a\0\0" + zlib.compress(b"a" * size, 9)
+    chunk = struct.pack(">I", len(text)) + b"zTXt" + text
+    chunk += struct.pack(">I", zlib.crc32(b"zTXt" + text))
+    head = 8 + 25  # the signature and IHDR
+    return plain[:head] + chunk * texts + plain[head:]
+
+
 def write_vision_checkpoint(folder: Path, processor: Mapping[str, Any] = PROCESSOR) -> Path:
     """What a gateway reads of a model in the form of Qwen2.5-VL. Writes no weights."""
     backend = byte_level_tokenizer()

@@ -95,6 +95,7 @@ async def uploaded(http: httpx.AsyncClient, content: bytes, **headers: str) -> s
 
 def body(path: str, file_id: str) -> dict[str, Any]:
     """A question about an uploaded image."""
+    part: dict[str, Any]
     match path:
         case "/v1/responses":
             part = {"type": "input_image", "file_id": file_id}
