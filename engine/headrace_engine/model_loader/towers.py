@@ -1,7 +1,6 @@
 """Decides whether a model reads images, and loads its vision tower."""
 
 import logging
-from types import UnionType
 
 import torch
 
@@ -13,6 +12,7 @@ from ..core.errors import ConfigError
 from ..models.base import CausalModel
 from ..models.decoder.decoder import Decoder
 from ..models.decoder.fused import FusedDecoder
+from ..models.hidden_states import HiddenStates
 from ..models.hybrid.decoder import HybridDecoder
 from ..models.transformers.transformers_model import TransformersModel
 from ..models.vision.image_reader import read_format
@@ -56,13 +56,13 @@ def _refusal(
     if checkpoint.config.get("model_type") not in FAMILIES:
         return f"{checkpoint.architecture} has no vision tower that is supported"
     size = config.tensor_parallel_size
-    decoders: UnionType = Decoder | FusedDecoder | HybridDecoder
+    decoder = model.decoder if isinstance(model, HiddenStates) else model
+    decoders: tuple[type, ...] = (Decoder, FusedDecoder, HybridDecoder)
     if checkpoint.config["model_type"] in _WITHOUT_NATIVE_DECODER:
-        decoders |= TransformersModel
+        decoders += (TransformersModel,)
     reasons = {
         "the checkpoint has no preprocessor_config.json": not known,
-        "embeddings of images are not supported": config.task == "embed",
-        "images need the native decoder": not isinstance(model, decoders),
+        "images need the native decoder": not isinstance(decoder, decoders),
         "images cannot be computed with deterministic": config.deterministic,
         "an engine that reads images cannot sleep (enable_sleep_mode)": config.enable_sleep_mode,
         "load_format dummy loads no vision tower": config.load_format == "dummy",

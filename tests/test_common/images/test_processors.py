@@ -234,7 +234,7 @@ def test_prompts_of_gemma_3(before: str, after: str) -> None:
     "options",
     [{}, {"patch_size": 4, "pooling_kernel_size": 2, "max_soft_tokens": 70}],
 )
-def test_gemma_4(options: dict[str, int]) -> None:
+def test_gemma_4(options: dict[str, Any]) -> None:
     begin, soft, end = map(token, GEMMA)
     config = {
         "model_type": "gemma4",
