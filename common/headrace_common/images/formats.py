@@ -9,6 +9,7 @@ from ..text.errors import TokenizerError
 from ..text.tokenizer import Tokenizer
 from .family import FamilyFiles
 from .gemma3 import Gemma3Images
+from .gemma4 import Gemma4Images
 from .glm4v import Glm4vImages
 from .idefics3 import Idefics3Images
 from .layout import ImageFormat, PromptTokens
@@ -22,6 +23,7 @@ FamilyReader = Callable[[FamilyFiles], ImageFormat | None]
 # By the model_type of config.json.
 FAMILIES: dict[str, FamilyReader] = {
     "gemma3": Gemma3Images.from_files,
+    "gemma4": Gemma4Images.from_files,
     "glm4v": Glm4vImages.from_files,
     "glm4v_moe": Glm4vImages.from_files,
     "glm46v": Glm4vImages.from_files,

@@ -215,6 +215,54 @@ _AROUND_SQUARES = (
 )
 
 
+_GEMMA4: dict[str, Any] = {
+    "text_config": {
+        **_GROUPED,
+        "num_hidden_layers": 3,
+        "head_dim": 16,
+        "global_head_dim": 32,
+        "num_global_key_value_heads": 1,
+        "sliding_window": 10,
+        "layer_types": ["sliding_attention", "full_attention", "full_attention"],
+        "hidden_size_per_layer_input": 0,
+        "use_bidirectional_attention": "vision",
+        "attention_k_eq_v": True,
+        "enable_moe_block": True,
+        "num_experts": 6,
+        "top_k_experts": 2,
+        "moe_intermediate_size": 48,
+        "final_logit_softcapping": 30.0,
+        "tie_word_embeddings": False,
+    },
+    "tie_word_embeddings": False,
+    "vision_config": {
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 2,
+        "head_dim": 16,
+        "patch_size": 4,
+        "pooling_kernel_size": 2,
+        "position_embedding_size": 128,
+    },
+    # The padding, whose embedding these tokens have in text, too.
+    "image_token_id": 0,
+    "boi_token_id": VOCAB - 2,
+    "eoi_token_id": VOCAB - 3,
+    # Outside the vocabulary, for the same reason.
+    "video_token_id": VOCAB,
+    "audio_token_id": VOCAB + 1,
+}
+# An image has at most 70 tokens, the fewest that the processor allows.
+_GEMMA4_IMAGES: dict[str, Any] = {
+    "image_processor_type": "Gemma4ImageProcessor",
+    "patch_size": 4,
+    "pooling_kernel_size": 2,
+    "max_soft_tokens": 70,
+}
+
+
 # One to three tiles of 16 x 16 pixels in each direction.
 _CANVASES = [[high, wide] for high in (16, 32, 48) for wide in (16, 32, 48)]
 
@@ -456,6 +504,26 @@ SHAPES: dict[str, Shape] = {
             "image_processor_type": "Gemma3ImageProcessor",
             "size": {"height": 48, "width": 48},
         },
+    ),
+    "gemma4-multimodal": Shape("Gemma4Config", _GEMMA4, processor=_GEMMA4_IMAGES),
+    # Layers that share KV, and embeddings for each layer.
+    "gemma4-small": Shape(
+        "Gemma4Config",
+        {
+            **_GEMMA4,
+            "text_config": {
+                **_GEMMA4["text_config"],
+                "num_hidden_layers": 4,
+                "layer_types": ["sliding_attention", "full_attention"] * 2,
+                "num_kv_shared_layers": 2,
+                "hidden_size_per_layer_input": 8,
+                "vocab_size_per_layer_input": VOCAB,
+                "use_bidirectional_attention": None,
+                "attention_k_eq_v": False,
+                "enable_moe_block": False,
+            },
+        },
+        processor=_GEMMA4_IMAGES,
     ),
     "gpt_neox": Shape("GPTNeoXConfig", {**_SIZES, "tie_word_embeddings": False}),
     "smollm3": Shape(

@@ -85,6 +85,15 @@ class ImagePrompts:
         worse = logits.max(dim=1).values - chosen
         assert float(worse.max()) < MARGIN, f"token {int(worse.argmax())} is another one"
 
+    def states(self, prompt: Prompt) -> torch.Tensor:
+        """transformers' last hidden states [tokens, hidden size]."""
+        ids, images = self._inputs(prompt)
+        known = torch.tensor([ids])
+        kinds = {name: (known == self.image_token).int() for name in self._kinds}
+        with torch.inference_mode():
+            found: torch.Tensor = self._model.model(known, **kinds, **images).last_hidden_state
+        return found[0]
+
     def request(self, name: str, prompt: Prompt, length: int, **options: Any) -> EngineRequest:
         """The engine's request for as many greedy tokens."""
         ids, images = self.read(prompt)

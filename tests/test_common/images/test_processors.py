@@ -12,6 +12,7 @@ from tokenizers import AddedToken, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 from transformers.models.gemma3.image_processing_pil_gemma3 import Gemma3ImageProcessorPil
 from transformers.models.gemma3.processing_gemma3 import Gemma3Processor
+from transformers.models.gemma4.image_processing_pil_gemma4 import Gemma4ImageProcessorPil
 from transformers.models.glm4v.image_processing_pil_glm4v import Glm4vImageProcessorPil
 from transformers.models.glm46v.image_processing_pil_glm46v import Glm46VImageProcessorPil
 from transformers.models.idefics3.image_processing_pil_idefics3 import Idefics3ImageProcessorPil
@@ -227,6 +228,41 @@ def test_prompts_of_gemma_3(before: str, after: str) -> None:
     ids, spans = expand(ours.placeholder, encode(ours.rewrite(text)), layouts)
     assert ids == list(expected)
     assert spans[0].length == 11 and math.prod(spans[0].grid) == 9
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"patch_size": 4, "pooling_kernel_size": 2, "max_soft_tokens": 70}],
+)
+def test_gemma_4(options: dict[str, Any]) -> None:
+    begin, soft, end = map(token, GEMMA)
+    config = {
+        "model_type": "gemma4",
+        "boi_token_id": begin,
+        "image_token_id": soft,
+        "eoi_token_id": end,
+        "vision_config": {"patch_size": 16},
+    }
+    ours, theirs = form_of(config, {}, dict(options)), Gemma4ImageProcessorPil(**options)
+    for width in (*SIDES, 1080)[:: 1 if options else 4]:
+        for height in (*SIDES, 1080):
+            try:
+                made = theirs(images=[image(width, height)], return_tensors="np")
+            except ValueError:
+                with pytest.raises(ImageError, match="cannot be resized"):
+                    ours.grid(width, height)
+                continue
+            count = int(made["num_soft_tokens_per_image"][0])
+            found = ours.layout(width, height)
+            assert list(found.token_ids) == [begin, *[soft] * count, end], (width, height)
+            patches = made["image_position_ids"][0].max(axis=0) + 1
+            assert found.grid == (1, patches[1], patches[0])
+
+
+def test_gemma_4_without_a_tower_reads_no_images() -> None:
+    processor = {"image_processor_type": "x"}
+    tokens = PromptTokens(tokenizer().token_to_id, encode)
+    assert image_format({"model_type": "gemma4"}, {}, processor, tokens) is None
 
 
 def test_a_token_that_the_tokenizer_lacks_is_named() -> None:

@@ -21,8 +21,8 @@ logger = logging.getLogger(__name__)
 
 # The images that a prompt may have if nothing is configured, as in vLLM.
 MOST_IMAGES = 999
-# The decoder in transformers' multimodal models.
-_DECODERS = ("language_model", "text_model")
+# The parts of transformers' multimodal models that images do not need.
+_OTHER_PARTS = ("language_model", "text_model", "audio_tower", "embed_audio")
 
 
 class VisionTower:
@@ -90,7 +90,7 @@ def load_tower(
 
 
 def _load(config: Any, folder: Path, dtype: torch.dtype, device: torch.device) -> Any:
-    """transformers' model without its decoder: what `get_image_features` computes with."""
+    """transformers' model without the parts that `get_image_features` does not compute with."""
     from transformers import AutoModel
     from transformers.initialization import no_init_weights
 
@@ -98,7 +98,7 @@ def _load(config: Any, folder: Path, dtype: torch.dtype, device: torch.device) -
     kind: Any = mapping._model_mapping[type(config)]
     with no_init_weights(), torch.device("meta"):
         model = kind._from_config(config, dtype=dtype, attn_implementation="sdpa")
-    for name in _DECODERS:
+    for name in _OTHER_PARTS:
         if hasattr(model, name):
             setattr(model, name, None)
     model.to_empty(device=device)
