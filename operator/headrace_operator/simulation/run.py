@@ -115,7 +115,7 @@ class _Run:
             request = self._waiting[0]
             prompt, output = self._prompts[request], self._outputs[request]
             late = now - self._arrivals[request] > self._setup.deadline
-            engine = None if late else self._fleet.least_loaded(prompt, output)
+            engine = None if late else self._fleet.place(len(self._waiting), prompt, output)
             if not late and engine is None:
                 return
             self._waiting.popleft()
@@ -166,8 +166,11 @@ class _Run:
         change = wanted - self._fleet.desired
         if change > 0:
             self._ups += 1
-            for ready_at, number in self._fleet.create(change, now):
+            recalled = self._fleet.recall(change)
+            for ready_at, number in self._fleet.create(change - recalled, now):
                 self._events.at(ready_at, self._pod_ready, number, rank=_READY)
+            if recalled:
+                self._dispatch()
         elif change < 0:
             self._downs += 1
             self._fleet.remove(-change, now)
