@@ -12,7 +12,7 @@ from rich.progress import track
 
 from headrace_common.protocol.base import QueueLimits
 
-from ..scaling import Forecast, PolicyError, ScalingPolicy
+from ..scaling import Forecast, Objective, PolicyError, ScalingPolicy
 from .comparison import POLICIES, Comparison, with_room_to_scale
 from .engine_profile import EngineProfile, load_profile
 from .errors import SimulationError
@@ -87,6 +87,14 @@ def simulate(
     utilization: Annotated[
         float, typer.Option(help="Target of all policies: share of sequences that run.")
     ] = _POLICY.utilization,
+    percentile: Annotated[
+        float | None,
+        typer.Option(
+            min=50,
+            max=99.9,
+            help="Headrace's engines follow the objectives at this percentile, not --utilization.",
+        ),
+    ] = None,
     drain_time: Annotated[
         float, typer.Option(help="Seconds in which waiting work is to be done.")
     ] = _POLICY.drain_time,
@@ -122,6 +130,11 @@ def simulate(
         min_replicas=min_replicas,
         max_replicas=max(1, min_replicas) if max_replicas is None else max_replicas,
         utilization=utilization,
+        objective=None
+        if percentile is None
+        else Objective(
+            time_to_first_token=ttft, time_per_output_token=tpot, percentile=percentile / 100
+        ),
         drain_time=drain_time,
         forecast=Forecast() if forecast else None,
     )
