@@ -40,9 +40,10 @@ def noise(width: int, height: int, seed: int = 0) -> Image.Image:
     return Image.fromarray(pixels)
 
 
-def save_chat_model(folder: Path, name: str) -> Path:
-    """A checkpoint whose tokenizer has a placeholder, and with a chat template."""
-    save_checkpoint(folder, name)
+def save_chat_model(folder: Path, name: str, **options: Any) -> Path:
+    """A checkpoint whose tokenizer has a placeholder, and with a chat template; `options` are
+    those of save_checkpoint."""
+    save_checkpoint(folder, name, **options)
     tokenizer = make_tokenizer()
     tokenizer.add_special_tokens([AddedToken(IMAGE_TOKEN, special=True)])
     tokenizer.save(str(folder / "tokenizer.json"))
