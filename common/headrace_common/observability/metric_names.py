@@ -250,6 +250,13 @@ GATEWAY_GRAMMAR_CHECKS = Metric(
     "Schemas, expressions and grammars that were not known to be good, by result: good, invalid, "
     "too_expensive, remembered (too expensive before), busy.",
 )
+GATEWAY_IMAGES = Metric(
+    "headrace.gateway.images",
+    MetricKind.COUNTER,
+    "{image}",
+    "Images of requests and uploads, by result: decoded, known (in memory, or just being decoded "
+    "for an equal one), refused.",
+)
 
 # The engine.
 ENGINE_START_DURATION = Metric(
@@ -501,6 +508,7 @@ GATEWAY_METRICS = (
     GATEWAY_UNAUTHORIZED,
     GATEWAY_OPEN_REFUSED,
     GATEWAY_GRAMMAR_CHECKS,
+    GATEWAY_IMAGES,
 )
 # With API keys on, these carry TENANT_LABEL: the tenants of the keys, or OTHER_TENANTS. The others
 # do not, because their histograms would have too many series.

@@ -179,7 +179,7 @@ def create_app(settings: GatewaySettings, deps: AppDependencies) -> FastAPI:
             _observe(metrics, deps, stores)
             grammars = _grammars(settings, deps, metrics)
             rendering = Rendering()
-            images = _images(settings, deps.storage)
+            images = _images(settings, deps.storage, metrics)
             services = _services(
                 settings, deps, executor, metrics, grammars, rendering, images, stores, page
             )
@@ -348,7 +348,9 @@ def _services(
     )
 
 
-def _images(settings: GatewaySettings, storage: Storage | None) -> ImageIntake:
+def _images(
+    settings: GatewaySettings, storage: Storage | None, metrics: GatewayMetrics
+) -> ImageIntake:
     return ImageIntake(
         ImageLimits(
             images=settings.max_images,
@@ -359,6 +361,7 @@ def _images(settings: GatewaySettings, storage: Storage | None) -> ImageIntake:
         ),
         Fetcher(settings.allowed_media_domains, int(settings.max_image_bytes)),
         UploadedImages(None if storage is None else storage.files),
+        metrics.image_read,
     )
 
 

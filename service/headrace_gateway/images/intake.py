@@ -5,7 +5,7 @@ a tenant are decoded once while the gateway remembers them.
 """
 
 import asyncio
-from collections.abc import Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -20,6 +20,7 @@ from headrace_common.wire.images import ImageData, content_hash
 from ..errors import busy, invalid, unavailable
 from ..limits.work import Work
 from ..schemas.chat_messages import ImageSource
+from ..telemetry.metrics import ImageResult
 from .data_urls import decode_data_url, invalid_image, is_data_url, too_many_bytes
 from .fetching import BUSY, Fetcher
 from .held_images import HeldImages, HeldImagesFull, Key
@@ -68,10 +69,20 @@ class ReadImage:
 
 
 class ImageIntake:
-    """Reads images. Use it on one event loop. Processes start with the first image."""
+    """Reads images. Use it on one event loop. Processes start with the first image.
 
-    def __init__(self, limits: ImageLimits, fetcher: Fetcher, uploads: UploadedImages) -> None:
+    `report` is called with the result of each image.
+    """
+
+    def __init__(
+        self,
+        limits: ImageLimits,
+        fetcher: Fetcher,
+        uploads: UploadedImages,
+        report: Callable[[ImageResult], None],
+    ) -> None:
         self._limits = limits
+        self._report = report
         self._fetcher = fetcher
         self._uploads = uploads
         task = TaskLimits(
@@ -133,9 +144,9 @@ class ImageIntake:
     async def _read_bytes(self, name: str, encoded: bytes, work: Work) -> ReadImage:
         content = await work.run(len(encoded), partial(content_hash, encoded))
         key = (work.tenant, content)
-        found: Decoded | None = self._held.find(key)
+        found: Decoded | None = self._known(key)
         if found is None:
-            if key not in self._decoding:
+            if not self._is_decoding(key):
                 self._start(key, self._decode(self._hold(encoded, key), key))
             found = await self._decoded(key)
         return _read_image(name, found)
@@ -143,15 +154,27 @@ class ImageIntake:
     async def _of_file(self, file: StoredFile, name: str, tenant: str) -> Decoded:
         """Returns an uploaded image; it is not read from Redis if it is in memory."""
         key = (tenant, bytes.fromhex(file.digest))
-        found = self._held.find(key)
+        found = self._known(key)
         if found is not None:
             return found
-        if key not in self._decoding:
+        if not self._is_decoding(key):
             self._start(key, self._load(file, key))
         try:
             return await self._decoded(key)
         except FileNotStored as error:
             raise not_stored(name, error) from error
+
+    def _known(self, key: Key) -> tuple[ImageData, ImageSize] | None:
+        found = self._held.find(key)
+        if found is not None:
+            self._report(ImageResult.KNOWN)
+        return found
+
+    def _is_decoding(self, key: Key) -> bool:
+        if key not in self._decoding:
+            return False
+        self._report(ImageResult.KNOWN)
+        return True
 
     def _start(self, key: Key, decoding: Coroutine[Any, Any, Decoded]) -> None:
         task = self._decoding[key] = asyncio.create_task(decoding)
@@ -204,11 +227,14 @@ class ImageIntake:
             raise busy(message, code=BUSY, of_tenant=full.tenant) from full
         except TaskKilled as killed:
             if killed.reason is not KillReason.TIMEOUT:
+                self._report(ImageResult.REFUSED)
                 return "it takes too much to decode; send a smaller or simpler one"
             message = f"An image was not decoded within {2 * DECODE_S} s; send the request again."
             raise unavailable(message, code=BUSY) from killed
         if isinstance(found, str):
+            self._report(ImageResult.REFUSED)
             return found
+        self._report(ImageResult.DECODED)
         self._held.remember(key, data, found)
         return data, found
 

@@ -45,11 +45,16 @@ def noise(width: int, height: int, seed: int = 0) -> Image.Image:
 
 
 def save_chat_model(
-    folder: Path, name: str, placeholder: str = IMAGE_TOKEN, field: str = "image_token_id"
+    folder: Path,
+    name: str,
+    placeholder: str = IMAGE_TOKEN,
+    field: str = "image_token_id",
+    **options: Any,
 ) -> Path:
     """A checkpoint whose tokenizer has this placeholder and a token of two line breaks, and with a
-    chat template. `field` of config.json has the placeholder's id."""
-    save_checkpoint(folder, name)
+    chat template. `field` of config.json has the placeholder's id; `options` are those of
+    save_checkpoint."""
+    save_checkpoint(folder, name, **options)
     tokenizer = make_tokenizer()
     tokenizer.add_special_tokens([AddedToken(placeholder, special=True)])
     tokenizer.add_tokens([AddedToken("\n\n", normalized=False)])

@@ -5,7 +5,7 @@ import io
 import json
 import struct
 import zlib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +15,7 @@ from tokenizers import AddedToken
 from headrace_gateway.images.fetching import Fetcher
 from headrace_gateway.images.intake import ImageIntake, ImageLimits
 from headrace_gateway.images.uploads import UploadedImages
+from headrace_gateway.telemetry.metrics import ImageResult
 
 from .tokenizers import byte_level_tokenizer, write_checkpoint
 
@@ -53,7 +54,11 @@ def image_part(encoded: bytes, **fields: Any) -> dict[str, Any]:
     return {"type": "image_url", "image_url": {"url": data_url(encoded), **fields}}
 
 
-def image_intake(**limits: int) -> ImageIntake:
+def _ignore(_result: ImageResult) -> None:
+    """Reports to no test."""
+
+
+def image_intake(report: Callable[[ImageResult], None] = _ignore, **limits: int) -> ImageIntake:
     """An intake that fetches nothing and has no files. Close it if it has read images."""
     usual = {
         "images": 8,
@@ -62,7 +67,9 @@ def image_intake(**limits: int) -> ImageIntake:
         "held_bytes": 2**20,
         "workers": 2,
     }
-    return ImageIntake(ImageLimits(**{**usual, **limits}), Fetcher((), 1), UploadedImages(None))
+    return ImageIntake(
+        ImageLimits(**{**usual, **limits}), Fetcher((), 1), UploadedImages(None), report
+    )
 
 
 def png_of_size(width: int, height: int) -> bytes:

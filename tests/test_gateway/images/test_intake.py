@@ -15,6 +15,7 @@ from headrace_gateway.images.held_images import HeldImages, HeldImagesFull
 from headrace_gateway.images.intake import ImageIntake
 from headrace_gateway.limits.work import Work, WorkPool
 from headrace_gateway.schemas.chat_messages import ImageSource
+from headrace_gateway.telemetry.metrics import ImageResult
 from headrace_testing.images import (
     bomb,
     data_url,
@@ -75,6 +76,18 @@ async def test_equal_images_are_decoded_once(
     assert decoded == [one]
     assert len({id(image.data) for images in [*reads, later] for image in images}) == 1
     assert later[0].size == ImageSize(width=56, height=56)
+
+
+async def test_results_are_reported(work: Work) -> None:
+    results: list[ImageResult] = []
+    intake = image_intake(results.append)
+    try:
+        await intake.read(named(picture(), picture()), work)
+        await refusal(intake, work, b"no image")
+    finally:
+        await intake.close()
+
+    assert results == [ImageResult.DECODED, ImageResult.KNOWN, ImageResult.REFUSED]
 
 
 async def test_no_tenant_gains_by_an_image_of_another(
