@@ -21,7 +21,16 @@ from headrace_testing.image_prompts import IMAGE_TOKEN, ImagePrompts, Prompt, no
 from headrace_testing.image_prompts import text as words
 
 CheckpointMaker = Callable[[str], Path]
-NAMES = ("qwen2-vl", "qwen2.5-vl", "qwen3-vl", "llava-onevision", "gemma3-multimodal")
+NAMES = (
+    "qwen2-vl",
+    "qwen2.5-vl",
+    "qwen3-vl",
+    "llava-onevision",
+    "gemma3-multimodal",
+    "gemma4-multimodal",
+    "gemma4-small",
+)
+WHOLE = {"gemma3-multimodal": 18, "gemma4-multimodal": 72}
 
 CLOSE = {"atol": 1e-4, "rtol": 1e-4}
 
@@ -55,7 +64,7 @@ def test_vectors_equal_transformers(name: str, pooling: str, checkpoint: Checkpo
     options: dict[str, Any] = {
         "task": "embed",
         "pooler_config": {"pooling_type": pooling},
-        "max_num_batched_tokens": 18 if name == "gemma3-multimodal" else 7,
+        "max_num_batched_tokens": WHOLE.get(name, 7),
     }
     engine = Engine(engine_config(folder, **options), make_runner(folder, **options))
     prompts = ImagePrompts(folder)

@@ -1,0 +1,167 @@
+"""Models that embed texts and images into one space: vectors equal transformers' features, texts
+and images in one step, and an image of several requests is encoded once."""
+
+import json
+from array import array
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from PIL import Image
+from torch.nn import functional as F
+
+from headrace_common.images.layout import expand
+from headrace_common.sampling.params import SamplingParams
+from headrace_common.sampling.pooling import PoolingParams
+from headrace_common.wire.images import image_digest
+from headrace_engine import LLM
+from headrace_engine.checkpoints.checkpoint import load_checkpoint
+from headrace_engine.core.errors import RequestError
+from headrace_engine.core.request import EngineRequest
+from headrace_engine.engine.engine import Engine
+from headrace_engine.models.vision.image_reader import ImageReader, read_format
+from headrace_testing.checkpoints import VOCAB, make_tokenizer
+from headrace_testing.engines import engine_config, make_runner
+from headrace_testing.image_prompts import noise
+
+POSITIONS, PAD, EOS = 20, 0, 2
+NAMES = ("clip", "siglip")
+_PART: dict[str, Any] = {
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "initializer_range": 0.2,
+    "initializer_factor": 8.0,
+}
+_TEXT: dict[str, Any] = {
+    **_PART,
+    "vocab_size": VOCAB,
+    "max_position_embeddings": POSITIONS,
+    "bos_token_id": 1,
+    "eos_token_id": EOS,
+    "pad_token_id": PAD,
+}
+_VISION: dict[str, Any] = {**_PART, "image_size": 16, "patch_size": 4}
+CONFIGS: dict[str, tuple[str, dict[str, Any], str]] = {
+    "clip": ("CLIPConfig", {"projection_dim": 24}, "CLIPImageProcessor"),
+    "siglip": ("SiglipConfig", {}, "SiglipImageProcessor"),
+}
+CLOSE = {"atol": 1e-5, "rtol": 1e-4}
+Input = list[int] | Image.Image
+INPUTS: list[Input] = [
+    [1, 9, 4, EOS],
+    noise(24, 16),
+    [1, *range(30, 30 + POSITIONS - 2), EOS],
+    noise(9, 60, 1),
+    noise(24, 16),
+    [1, 77, EOS],
+]
+
+
+def save(folder: Path, name: str) -> Path:
+    kind, options, processor = CONFIGS[name]
+    config = getattr(transformers, kind)(text_config=_TEXT, vision_config=_VISION, **options)
+    torch.manual_seed(5)
+    auto: Any = transformers.AutoModel
+    model = auto.from_config(config, dtype=torch.float32)
+    model.save_pretrained(folder)
+    crop = {"crop_size": {"height": 16, "width": 16}} if name == "clip" else {}
+    size = {"shortest_edge": 16} if name == "clip" else {"height": 16, "width": 16}
+    preprocessor = {"image_processor_type": processor, "size": size, **crop}
+    (folder / "preprocessor_config.json").write_text(json.dumps(preprocessor))
+    make_tokenizer().save(str(folder / "tokenizer.json"))
+    (folder / "tokenizer_config.json").write_text(json.dumps({"pad_token": "<pad>"}))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    return {name: save(tmp_path_factory.mktemp(name), name) for name in NAMES}
+
+
+def requests(folder: Path) -> list[EngineRequest]:
+    form = read_format(load_checkpoint(str(folder)))
+    assert form is not None and form.alone
+    reader, made = ImageReader(folder, form), []
+    for at, one in enumerate(INPUTS):
+        ids, images = one, ()
+        if isinstance(one, Image.Image):
+            layout = form.layout(*one.size)
+            ids, spans = expand(-1, [-1], [(image_digest(one.tobytes(), b""), layout)])
+            images = reader.read(spans, [one])
+        made.append(
+            EngineRequest(
+                request_id=str(at),
+                prompt_token_ids=tuple(ids),
+                params=SamplingParams(max_tokens=1),
+                seed=0,
+                pooling=PoolingParams(),
+                images=images,
+            )
+        )
+    return made
+
+
+def features(folder: Path, name: str, one: Input) -> torch.Tensor:
+    """transformers' vector of a text or an image, normalised."""
+    auto: Any = transformers.AutoModel
+    model = auto.from_pretrained(folder, attn_implementation="eager").eval()
+    with torch.inference_mode():
+        if isinstance(one, Image.Image):
+            kind: Any = transformers.AutoImageProcessor
+            pixels = kind.from_pretrained(folder, backend="pil")(images=[one], return_tensors="pt")
+            found = model.get_image_features(**pixels)
+        else:
+            padded = one + [PAD] * (POSITIONS - len(one) if name == "siglip" else 0)
+            found = model.get_text_features(input_ids=torch.tensor([padded]))
+    vector: torch.Tensor = F.normalize(found.pooler_output[0], dim=0)
+    return vector
+
+
+@pytest.mark.parametrize("budget", [512, POSITIONS])
+@pytest.mark.parametrize("name", NAMES)
+def test_vectors_equal_transformers(name: str, budget: int, folders: dict[str, Path]) -> None:
+    folder = folders[name]
+    options: dict[str, Any] = {"max_num_batched_tokens": budget, "attention_backend": "auto"}
+    engine = Engine(engine_config(folder, **options), make_runner(folder, **options))
+    for request in requests(folder):
+        engine.add_request(request)
+    found = {}
+    while engine.has_work:
+        for output in engine.step():
+            assert output.embedding is not None
+            found[output.request_id] = torch.tensor(array("f", output.embedding))
+    vectors = [found[str(at)] for at in range(len(INPUTS))]
+    for one, vector in zip(INPUTS, vectors, strict=True):
+        torch.testing.assert_close(vector, features(folder, name, one), **CLOSE)
+    assert float(vectors[0] @ vectors[5]) < 0.999 and float(vectors[1] @ vectors[3]) < 0.999
+    assert engine.stats().images_encoded == 2
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_offline_prompts_are_an_image_or_a_text(name: str, folders: dict[str, Path]) -> None:
+    llm, picture = LLM(str(folders[name]), dtype="float32", device="cpu"), noise(24, 16)
+    data = {"image": picture}
+    prompts: Any = [{"prompt": "", "multi_modal_data": data}, {"prompt_token_ids": INPUTS[0]}]
+    found = llm.embed(prompts, use_tqdm=False)
+    for output, one in zip(found, (picture, INPUTS[0]), strict=True):
+        wanted = features(folders[name], name, one)
+        torch.testing.assert_close(torch.tensor(output.outputs.embedding), wanted, **CLOSE)
+    both: Any = {"prompt": "the cat", "multi_modal_data": data}
+    with pytest.raises(RequestError, match="embeds an image or a text"):
+        llm.embed(both, use_tqdm=False)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_texts_alone_need_no_tower(name: str, folders: dict[str, Path]) -> None:
+    llm = LLM(str(folders[name]), dtype="float32", device="cpu", limit_mm_per_prompt={"image": 0})
+    text = INPUTS[0]
+    assert isinstance(text, list)
+    (found,) = llm.embed({"prompt_token_ids": text}, use_tqdm=False)
+    wanted = features(folders[name], name, text)
+    torch.testing.assert_close(torch.tensor(found.outputs.embedding), wanted, **CLOSE)
+    with pytest.raises(RequestError, match="reads no images"):
+        llm.llm_engine.model.engine.add_request(requests(folders[name])[1])
