@@ -1,16 +1,13 @@
 """Models that embed texts and images into one space: vectors equal transformers' features, texts
 and images in one step, and an image of several requests is encoded once."""
 
-import json
 from array import array
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-import transformers
 from PIL import Image
-from torch.nn import functional as F
 
 from headrace_common.images.layout import expand
 from headrace_common.sampling.params import SamplingParams
@@ -22,35 +19,11 @@ from headrace_engine.core.errors import RequestError
 from headrace_engine.core.request import EngineRequest
 from headrace_engine.engine.engine import Engine
 from headrace_engine.models.vision.image_reader import ImageReader, read_format
-from headrace_testing.checkpoints import VOCAB, make_tokenizer
+from headrace_testing.dual_encoders import EOS, NAMES, POSITIONS, Input, features, save_dual_encoder
 from headrace_testing.engines import engine_config, make_runner
 from headrace_testing.image_prompts import noise
 
-POSITIONS, PAD, EOS = 20, 0, 2
-NAMES = ("clip", "siglip")
-_PART: dict[str, Any] = {
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 2,
-    "initializer_range": 0.2,
-    "initializer_factor": 8.0,
-}
-_TEXT: dict[str, Any] = {
-    **_PART,
-    "vocab_size": VOCAB,
-    "max_position_embeddings": POSITIONS,
-    "bos_token_id": 1,
-    "eos_token_id": EOS,
-    "pad_token_id": PAD,
-}
-_VISION: dict[str, Any] = {**_PART, "image_size": 16, "patch_size": 4}
-CONFIGS: dict[str, tuple[str, dict[str, Any], str]] = {
-    "clip": ("CLIPConfig", {"projection_dim": 24}, "CLIPImageProcessor"),
-    "siglip": ("SiglipConfig", {}, "SiglipImageProcessor"),
-}
 CLOSE = {"atol": 1e-5, "rtol": 1e-4}
-Input = list[int] | Image.Image
 INPUTS: list[Input] = [
     [1, 9, 4, EOS],
     noise(24, 16),
@@ -61,25 +34,9 @@ INPUTS: list[Input] = [
 ]
 
 
-def save(folder: Path, name: str) -> Path:
-    kind, options, processor = CONFIGS[name]
-    config = getattr(transformers, kind)(text_config=_TEXT, vision_config=_VISION, **options)
-    torch.manual_seed(5)
-    auto: Any = transformers.AutoModel
-    model = auto.from_config(config, dtype=torch.float32)
-    model.save_pretrained(folder)
-    crop = {"crop_size": {"height": 16, "width": 16}} if name == "clip" else {}
-    size = {"shortest_edge": 16} if name == "clip" else {"height": 16, "width": 16}
-    preprocessor = {"image_processor_type": processor, "size": size, **crop}
-    (folder / "preprocessor_config.json").write_text(json.dumps(preprocessor))
-    make_tokenizer().save(str(folder / "tokenizer.json"))
-    (folder / "tokenizer_config.json").write_text(json.dumps({"pad_token": "<pad>"}))
-    return folder
-
-
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    return {name: save(tmp_path_factory.mktemp(name), name) for name in NAMES}
+    return {name: save_dual_encoder(tmp_path_factory.mktemp(name), name) for name in NAMES}
 
 
 def requests(folder: Path) -> list[EngineRequest]:
@@ -103,22 +60,6 @@ def requests(folder: Path) -> list[EngineRequest]:
             )
         )
     return made
-
-
-def features(folder: Path, name: str, one: Input) -> torch.Tensor:
-    """transformers' vector of a text or an image, normalised."""
-    auto: Any = transformers.AutoModel
-    model = auto.from_pretrained(folder, attn_implementation="eager").eval()
-    with torch.inference_mode():
-        if isinstance(one, Image.Image):
-            kind: Any = transformers.AutoImageProcessor
-            pixels = kind.from_pretrained(folder, backend="pil")(images=[one], return_tensors="pt")
-            found = model.get_image_features(**pixels)
-        else:
-            padded = one + [PAD] * (POSITIONS - len(one) if name == "siglip" else 0)
-            found = model.get_text_features(input_ids=torch.tensor([padded]))
-    vector: torch.Tensor = F.normalize(found.pooler_output[0], dim=0)
-    return vector
 
 
 @pytest.mark.parametrize("budget", [512, POSITIONS])
