@@ -16,6 +16,7 @@ from headrace_common.wire.images import image_digest
 from headrace_engine import LLM
 from headrace_engine.checkpoints.checkpoint import load_checkpoint
 from headrace_engine.core.errors import RequestError
+from headrace_engine.core.images import PromptImage
 from headrace_engine.core.request import EngineRequest
 from headrace_engine.engine.engine import Engine
 from headrace_engine.models.vision.image_reader import ImageReader, read_format
@@ -23,7 +24,7 @@ from headrace_testing.dual_encoders import EOS, NAMES, POSITIONS, Input, feature
 from headrace_testing.engines import engine_config, make_runner
 from headrace_testing.image_prompts import noise
 
-CLOSE = {"atol": 1e-5, "rtol": 1e-4}
+ATOL, RTOL = 1e-5, 1e-4
 INPUTS: list[Input] = [
     [1, 9, 4, EOS],
     noise(24, 16),
@@ -44,11 +45,14 @@ def requests(folder: Path) -> list[EngineRequest]:
     assert form is not None and form.alone
     reader, made = ImageReader(folder, form), []
     for at, one in enumerate(INPUTS):
-        ids, images = one, ()
+        ids: list[int]
+        images: tuple[PromptImage, ...] = ()
         if isinstance(one, Image.Image):
-            layout = form.layout(*one.size)
-            ids, spans = expand(-1, [-1], [(image_digest(one.tobytes(), b""), layout)])
+            found = [(image_digest(one.tobytes(), b""), form.layout(*one.size))]
+            ids, spans = expand(-1, [-1], found)
             images = reader.read(spans, [one])
+        else:
+            ids = one
         made.append(
             EngineRequest(
                 request_id=str(at),
@@ -77,7 +81,7 @@ def test_vectors_equal_transformers(name: str, budget: int, folders: dict[str, P
             found[output.request_id] = torch.tensor(array("f", output.embedding))
     vectors = [found[str(at)] for at in range(len(INPUTS))]
     for one, vector in zip(INPUTS, vectors, strict=True):
-        torch.testing.assert_close(vector, features(folder, name, one), **CLOSE)
+        torch.testing.assert_close(vector, features(folder, name, one), atol=ATOL, rtol=RTOL)
     assert float(vectors[0] @ vectors[5]) < 0.999 and float(vectors[1] @ vectors[3]) < 0.999
     assert engine.stats().images_encoded == 2
 
@@ -90,7 +94,9 @@ def test_offline_prompts_are_an_image_or_a_text(name: str, folders: dict[str, Pa
     found = llm.embed(prompts, use_tqdm=False)
     for output, one in zip(found, (picture, INPUTS[0]), strict=True):
         wanted = features(folders[name], name, one)
-        torch.testing.assert_close(torch.tensor(output.outputs.embedding), wanted, **CLOSE)
+        torch.testing.assert_close(
+            torch.tensor(output.outputs.embedding), wanted, atol=ATOL, rtol=RTOL
+        )
     both: Any = {"prompt": "the cat", "multi_modal_data": data}
     with pytest.raises(RequestError, match="embeds an image or a text"):
         llm.embed(both, use_tqdm=False)
@@ -103,6 +109,6 @@ def test_texts_alone_need_no_tower(name: str, folders: dict[str, Path]) -> None:
     assert isinstance(text, list)
     (found,) = llm.embed({"prompt_token_ids": text}, use_tqdm=False)
     wanted = features(folders[name], name, text)
-    torch.testing.assert_close(torch.tensor(found.outputs.embedding), wanted, **CLOSE)
+    torch.testing.assert_close(torch.tensor(found.outputs.embedding), wanted, atol=ATOL, rtol=RTOL)
     with pytest.raises(RequestError, match="reads no images"):
         llm.llm_engine.model.engine.add_request(requests(folders[name])[1])
