@@ -137,8 +137,12 @@ def test_an_image_of_several_requests_is_encoded_once(
     engine = serve(checkpoint("qwen3-vl"), attention_backend=backend, enable_prefix_caching=False)
     asked: list[Prompt] = [(*text(60 + at, 5), noise(48, 40), *text(70 + at, 4)) for at in range(6)]
     answer(engine, prompts("qwen3-vl"), asked)
-    assert engine.stats().images_encoded == 1
-    assert engine.stats().encoder_cache_hits == 5
+    stats = engine.stats()
+    assert stats.images_encoded == 1
+    assert stats.encoder_cache_hits == 5
+    (image,) = prompts("qwen3-vl").read(asked[0])[1]
+    assert stats.image_tokens_encoded == image.span.length
+    assert stats.encode_seconds > 0
 
 
 @pytest.mark.parametrize("name", NAMES)
