@@ -106,7 +106,7 @@ class PromptEncoder:
                 name="messages",
             )
             return Prompt(ids)
-        form = _image_format(model, sources[0][0])
+        form = _image_format(model, sources[0].name)
         return _with_images(form, [form.placeholder], await self._images.read(sources, self._work))
 
     async def _token_ids(
