@@ -5,16 +5,18 @@ import asyncio
 import base64
 import io
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 import torch
-from httpx import AsyncClient
 from openai import AsyncOpenAI
 from PIL import Image
 from torch.nn.functional import normalize
 
+from headrace_testing.dual_encoders import Input, features, save_dual_encoder
 from headrace_testing.image_prompts import ImagePrompts, Prompt, noise, save_chat_model
 from headrace_testing.processes import Starter, frozen, until
 from headrace_testing.stack import MODEL, Stack
@@ -117,12 +119,10 @@ async def test_answers_about_a_picture_survive_their_engine(
         answer.check(300)
 
 
-@pytest.fixture
-def embedding(
-    model: Path, tmp_path_factory: pytest.TempPathFactory, start: Starter
-) -> Iterator[Stack]:
+@contextmanager
+def embedding(model: Path, folder: Path, start: Starter) -> Iterator[Stack]:
     """An engine that embeds, and a gateway."""
-    stack = Stack(model, tmp_path_factory.mktemp("vectors"), start=start)
+    stack = Stack(model, folder, start=start)
     try:
         stack.add_engine("--task", "embed")
         stack.add_gateway()
@@ -133,19 +133,22 @@ def embedding(
         stack.close()
 
 
-async def test_vectors_of_pictures_are_stored(embedding: Stack, prompts: ImagePrompts) -> None:
+def test_vectors_of_pictures_are_stored(
+    model: Path, prompts: ImagePrompts, tmp_path: Path, start: Starter
+) -> None:
     picture = noise(40, 32, 4)
     content = [
         {"type": "image_url", "image_url": {"url": data_url(picture)}},
         {"type": "text", "text": "the cat"},
     ]
     body = {"model": MODEL, "messages": [{"role": "user", "content": content}]}
-    async with AsyncClient(base_url=embedding.gateways[0].url, timeout=60) as client:
+    with embedding(model, tmp_path, start) as stack:
+        url, headers = stack.gateways[0].url, {"idempotency-key": "one"}
         answer, again = [
-            await client.post("/v1/embeddings", json=body, headers={"idempotency-key": "one"})
+            httpx.post(f"{url}/v1/embeddings", json=body, headers=headers, timeout=60)
             for _ in range(2)
         ]
-        shown = await client.post("/tokenize", json={**body, "add_generation_prompt": False})
+        shown = httpx.post(f"{url}/tokenize", json={**body, "add_generation_prompt": False})
     assert answer.status_code == 200, answer.text
     assert again.content == answer.content
     assert answer.json()["usage"]["prompt_tokens"] == shown.json()["count"]
@@ -154,3 +157,20 @@ async def test_vectors_of_pictures_are_stored(embedding: Stack, prompts: ImagePr
     states = prompts.states([*ids[:begin], picture, *ids[begin + count :]])
     found = torch.tensor(answer.json()["data"][0]["embedding"])
     torch.testing.assert_close(found, normalize(states[-1], dim=0), atol=1e-4, rtol=1e-4)
+
+
+def test_pictures_and_texts_have_vectors_in_one_space(tmp_path: Path, start: Starter) -> None:
+    model = save_dual_encoder(tmp_path / "clip", "clip")
+    picture = noise(40, 32, 4)
+    image = {"type": "image_url", "image_url": {"url": data_url(picture)}}
+    asked: list[tuple[dict[str, Any], Input]] = [
+        ({"messages": [{"role": "user", "content": [image]}]}, picture),
+        ({"input": [1, 9, 4, 2]}, [1, 9, 4, 2]),
+    ]
+    with embedding(model, tmp_path, start) as stack:
+        url = stack.gateways[0].url
+        for fields, one in asked:
+            answer = httpx.post(f"{url}/v1/embeddings", json={"model": MODEL, **fields}, timeout=60)
+            assert answer.status_code == 200, answer.text
+            found = torch.tensor(answer.json()["data"][0]["embedding"])
+            torch.testing.assert_close(found, features(model, "clip", one), atol=1e-5, rtol=1e-4)

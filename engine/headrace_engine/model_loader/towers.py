@@ -12,6 +12,7 @@ from ..core.errors import ConfigError
 from ..models.base import CausalModel
 from ..models.decoder.decoder import Decoder
 from ..models.decoder.fused import FusedDecoder
+from ..models.encoder.dual_encoder import DualEncoder
 from ..models.hidden_states import HiddenStates
 from ..models.hybrid.decoder import HybridDecoder
 from ..models.transformers.transformers_model import TransformersModel
@@ -57,7 +58,7 @@ def _refusal(
         return f"{checkpoint.architecture} has no vision tower that is supported"
     size = config.tensor_parallel_size
     decoder = model.decoder if isinstance(model, HiddenStates) else model
-    decoders: tuple[type, ...] = (Decoder, FusedDecoder, HybridDecoder)
+    decoders: tuple[type, ...] = (Decoder, FusedDecoder, HybridDecoder, DualEncoder)
     if checkpoint.config["model_type"] in _WITHOUT_NATIVE_DECODER:
         decoders += (TransformersModel,)
     reasons = {

@@ -46,13 +46,20 @@ class ImagePrompts:
             tokenizer.images = self._format
 
     def expand(
-        self, token_ids: list[int], images: Sequence["Image"], salt: bytes
+        self, text: str | None, token_ids: list[int], images: Sequence["Image"], salt: bytes
     ) -> tuple[list[int], tuple[PromptImage, ...]]:
-        """Replaces each placeholder by the tokens of its image. Raises RequestError."""
+        """Replaces each placeholder of a prompt, which may have a text, by the tokens of its image.
+
+        Raises RequestError.
+        """
         if not images:
             return token_ids, ()
         if self._reader is None or self._format is None:
             raise RequestError("this LLM reads no images: send text only")
+        if self._format.alone:
+            if text != "":
+                raise RequestError("this model embeds an image or a text: send prompt '' with it")
+            token_ids = [self._format.placeholder]
         try:
             layouts = [self._format.layout(*image.size) for image in images]
             digests = [image_digest(_content(image), salt) for image in images]

@@ -178,7 +178,7 @@ class LoadedModel:
     ) -> tuple[list[int], tuple[PromptImage, ...]]:
         if prompt.images and cut is not None:
             raise RequestError("truncate_prompt_tokens cannot cut a prompt with images")
-        return self._images.expand(prompt.token_ids, prompt.images, salt)
+        return self._images.expand(prompt.text, prompt.token_ids, prompt.images, salt)
 
     def _salt(self, tenant: str, salt: str) -> bytes:
         if tenant == DEFAULT_TENANT and not self._epoch:

@@ -207,6 +207,11 @@ async def _inputs(call: EmbeddingCall, context: int | None) -> list[Prompt]:
 
 async def _chat(call: EmbeddingCall, messages: Sequence[Message], context: int | None) -> Prompt:
     body = call.body
+    if call.model.images is not None and call.model.images.alone:
+        special = body.add_special_tokens is not False
+        return await call.pipeline.prompts.alone(
+            call.model, messages, add_special_tokens=special, context=context
+        )
     options = ChatOptions(
         add_generation_prompt=body.add_generation_prompt,
         continue_final_message=body.continue_final_message,

@@ -245,7 +245,8 @@ def test_embeddings_are_those_of_one_process(checkpoint: CheckpointMaker) -> Non
 
 
 def embed(engine: Engine, ids: list[list[int]]) -> list[float]:
-    outputs = embed_prompts(engine, ids, PoolingParams(), use_tqdm=False)
+    given = [(each, ()) for each in ids]
+    outputs = embed_prompts(engine, given, PoolingParams(), use_tqdm=False)
     return [float(value) for value in outputs[0].outputs.embedding]
 
 

@@ -21,9 +21,18 @@ from headrace_testing.image_prompts import IMAGE_TOKEN, ImagePrompts, Prompt, no
 from headrace_testing.image_prompts import text as words
 
 CheckpointMaker = Callable[[str], Path]
-NAMES = ("qwen2-vl", "qwen2.5-vl", "qwen3-vl", "llava-onevision", "gemma3-multimodal")
+NAMES = (
+    "qwen2-vl",
+    "qwen2.5-vl",
+    "qwen3-vl",
+    "llava-onevision",
+    "gemma3-multimodal",
+    "gemma4-multimodal",
+    "gemma4-small",
+)
+WHOLE = {"gemma3-multimodal": 18, "gemma4-multimodal": 72}
 
-CLOSE = {"atol": 1e-4, "rtol": 1e-4}
+ATOL = RTOL = 1e-4
 
 
 def embed(engine: Engine, prompts: ImagePrompts, asked: list[Prompt]) -> dict[str, torch.Tensor]:
@@ -55,7 +64,7 @@ def test_vectors_equal_transformers(name: str, pooling: str, checkpoint: Checkpo
     options: dict[str, Any] = {
         "task": "embed",
         "pooler_config": {"pooling_type": pooling},
-        "max_num_batched_tokens": 18 if name == "gemma3-multimodal" else 7,
+        "max_num_batched_tokens": WHOLE.get(name, 7),
     }
     engine = Engine(engine_config(folder, **options), make_runner(folder, **options))
     prompts = ImagePrompts(folder)
@@ -69,7 +78,9 @@ def test_vectors_equal_transformers(name: str, pooling: str, checkpoint: Checkpo
         for at, prompt in enumerate(asked):
             states = prompts.states(prompt)
             wanted = states[-1] if pooling == "LAST" else states.mean(dim=0)
-            torch.testing.assert_close(found[str(at)], F.normalize(wanted, dim=0), **CLOSE)
+            torch.testing.assert_close(
+                found[str(at)], F.normalize(wanted, dim=0), atol=ATOL, rtol=RTOL
+            )
 
 
 def test_offline_prompts_have_images(tmp_path: Path) -> None:
@@ -81,6 +92,8 @@ def test_offline_prompts_have_images(tmp_path: Path) -> None:
     ids = llm.get_tokenizer().encode(prompt["prompt"])
     whole: Prompt = [picture if each == prompts.image_token else each for each in ids]
     wanted = F.normalize(prompts.states(whole)[-1], dim=0)
-    torch.testing.assert_close(torch.tensor(with_image.outputs.embedding), wanted, **CLOSE)
+    torch.testing.assert_close(
+        torch.tensor(with_image.outputs.embedding), wanted, atol=ATOL, rtol=RTOL
+    )
     with pytest.raises(RequestError, match="cannot cut a prompt with images"):
         llm.embed(prompt, use_tqdm=False, truncate_prompt_tokens=3)

@@ -15,6 +15,7 @@ from headrace_common.wire.messages import GenerateRequest
 from headrace_gateway.queue_client.client import Delta
 from headrace_testing.gateway import MODEL, Gateway, prompt_of, serve
 from headrace_testing.images import IMAGE_TOKEN, image_part, picture, write_vision_checkpoint
+from headrace_testing.tokenizers import byte_level_tokenizer, write_checkpoint
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")
 
@@ -40,6 +41,27 @@ async def vision(serving: Gateway) -> Gateway:
     serving.engine.reset()
     serving.engine.script = vectors
     return serving
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="session")
+async def serving_clip(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Gateway]:
+    folder = tmp_path_factory.mktemp("clip")
+    config = {
+        "model_type": "clip",
+        "text_config": {"max_position_embeddings": 16, "vocab_size": 512},
+        "vision_config": {"image_size": 16, "patch_size": 4},
+    }
+    write_checkpoint(folder, byte_level_tokenizer(), config=config)
+    (folder / "preprocessor_config.json").write_text('{"image_processor_type": "x"}')
+    async with serve(folder) as running:
+        yield running
+
+
+@pytest_asyncio.fixture(loop_scope="session")
+async def clip(serving_clip: Gateway) -> Gateway:
+    serving_clip.engine.reset()
+    serving_clip.engine.script = vectors
+    return serving_clip
 
 
 def user(*parts: dict[str, Any]) -> list[dict[str, Any]]:
@@ -107,6 +129,46 @@ async def test_a_fault_is_named(
     assert answer.status_code == 400, answer.text
     assert error["param"] == param and reason in error["message"]
     assert not vision.engine.submitted
+
+
+async def test_a_model_of_texts_and_images_embeds_either(tmp_path: Path, clip: Gateway) -> None:
+    text = user(text_part("A "), text_part("mill."))
+    for messages in (user(image_part(SMALL)), text, [{"role": "user", "content": "A mill."}]):
+        answer = await clip.http.post("/v1/embeddings", json={"model": MODEL, "messages": messages})
+        assert answer.status_code == 200, answer.text
+    as_input = await clip.http.post("/v1/embeddings", json={"model": MODEL, "input": "A mill."})
+
+    image, first, second, third = clip.engine.submitted
+    assert as_input.status_code == 200
+    assert image.prompt_token_ids == (0,) * 16
+    assert [(each.start, each.length, each.grid) for each in image.images] == [(0, 16, (1, 4, 4))]
+    assert first.prompt_token_ids == second.prompt_token_ids == third.prompt_token_ids
+    assert not first.images
+
+
+@pytest.mark.parametrize(
+    "parts",
+    [
+        (image_part(SMALL), text_part("A mill.")),
+        (image_part(SMALL), image_part(SMALL)),
+        (text_part(""),),
+    ],
+)
+async def test_such_a_model_embeds_nothing_else(clip: Gateway, parts: tuple[Any, ...]) -> None:
+    body = {"model": MODEL, "messages": user(*parts)}
+
+    answer = await clip.http.post("/v1/embeddings", json=body)
+
+    assert answer.status_code == 400
+    assert "embeds one image or one text" in answer.json()["error"]["message"]
+    assert not clip.engine.submitted
+
+
+async def test_such_a_model_has_no_chats(clip: Gateway) -> None:
+    answer = await clip.chat(messages=user(image_part(SMALL)))
+
+    assert answer.status_code == 400
+    assert not clip.engine.submitted
 
 
 async def test_a_model_that_reads_text_refuses_images_by_name(gateway: Gateway) -> None:

@@ -44,12 +44,13 @@ def _optional(file: Path) -> JsonObject:
 
 
 class ImageReader:
-    """Reads images for one model, in any thread. `merge` and `bidirectional` are as in
-    ImageFormat."""
+    """Reads images for one model, in any thread. `merge`, `bidirectional` and `alone` are as
+    in ImageFormat."""
 
     def __init__(self, folder: Path, form: ImageFormat) -> None:
         self._folder, self._form = folder, form
         self.merge, self.bidirectional = form.merge, form.bidirectional
+        self.alone = form.alone
 
     def read(
         self, spans: Sequence[ImageSpan], images: Sequence["Image"]

@@ -56,7 +56,9 @@ class VisionTower:
         first = output.pooler_output
         if first is None:  # of Llama 4
             first = self._model.multi_modal_projector(output.last_hidden_state)
-        return torch.stack([_joined(level) for level in (first, *deeper)])
+        levels = torch.stack([_joined(level) for level in (first, *deeper)])
+        # The image's only vector is that of each of its tokens.
+        return levels.expand(-1, image.span.length, -1) if self.reader.alone else levels
 
     def _placed(self, given: torch.Tensor) -> torch.Tensor:
         dtype = self._model.dtype if given.is_floating_point() else given.dtype
@@ -82,11 +84,12 @@ def load_tower(
             f"{checkpoint.folder / 'config.json'}: vision_config.deepstack_visual_indexes must be "
             f"fewer than the {decoder.num_hidden_layers} layers of the decoder"
         )
-    placeholder = config.image_token_id
+    placeholder = getattr(config, "image_token_id", form.placeholder)
     model = _load(config, checkpoint.folder, dtype, device)
     reader = ImageReader(checkpoint.folder, form)
     logger.info("vision tower loaded", extra={"parameters": model.num_parameters()})
-    return VisionTower(model, placeholder, levels, decoder.hidden_size, reader)
+    size = getattr(config, "projection_dim", decoder.hidden_size)
+    return VisionTower(model, placeholder, levels, size, reader)
 
 
 def _load(config: Any, folder: Path, dtype: torch.dtype, device: torch.device) -> Any:
