@@ -1,5 +1,5 @@
-"""Images from the official client to the engine: greedy tokens equal transformers', one picture is
-encoded once, and an answer about a picture survives its engine."""
+"""Images from the official client to the engine: greedy tokens and vectors equal transformers', one
+picture is encoded once, and an answer about a picture survives its engine."""
 
 import asyncio
 import base64
@@ -9,8 +9,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from httpx import AsyncClient
 from openai import AsyncOpenAI
 from PIL import Image
+from torch.nn.functional import normalize
 
 from headrace_testing.image_prompts import ImagePrompts, Prompt, noise, save_chat_model
 from headrace_testing.processes import Starter, frozen, until
@@ -112,3 +115,42 @@ async def test_answers_about_a_picture_survive_their_engine(
         await asyncio.gather(*reading)
     for answer in answers:
         answer.check(300)
+
+
+@pytest.fixture
+def embedding(
+    model: Path, tmp_path_factory: pytest.TempPathFactory, start: Starter
+) -> Iterator[Stack]:
+    """An engine that embeds, and a gateway."""
+    stack = Stack(model, tmp_path_factory.mktemp("vectors"), start=start)
+    try:
+        stack.add_engine("--task", "embed")
+        stack.add_gateway()
+        stack.await_engines(1)
+        yield stack
+        until(stack.queue_is_empty, "the queue to be empty")
+    finally:
+        stack.close()
+
+
+async def test_vectors_of_pictures_are_stored(embedding: Stack, prompts: ImagePrompts) -> None:
+    picture = noise(40, 32, 4)
+    content = [
+        {"type": "image_url", "image_url": {"url": data_url(picture)}},
+        {"type": "text", "text": "the cat"},
+    ]
+    body = {"model": MODEL, "messages": [{"role": "user", "content": content}]}
+    async with AsyncClient(base_url=embedding.gateways[0].url, timeout=60) as client:
+        answer, again = [
+            await client.post("/v1/embeddings", json=body, headers={"idempotency-key": "one"})
+            for _ in range(2)
+        ]
+        shown = await client.post("/tokenize", json={**body, "add_generation_prompt": False})
+    assert answer.status_code == 200, answer.text
+    assert again.content == answer.content
+    assert answer.json()["usage"]["prompt_tokens"] == shown.json()["count"]
+    ids = shown.json()["tokens"]
+    begin, count = ids.index(prompts.image_token), ids.count(prompts.image_token)
+    states = prompts.states([*ids[:begin], picture, *ids[begin + count :]])
+    found = torch.tensor(answer.json()["data"][0]["embedding"])
+    torch.testing.assert_close(found, normalize(states[-1], dim=0), atol=1e-4, rtol=1e-4)

@@ -399,6 +399,30 @@ ENGINE_PREFIX_CACHE_HITS = Metric(
     "{token}",
     "Prompt tokens found in the prefix cache, by place (device, host, shared).",
 )
+ENGINE_ENCODER_IMAGES = Metric(
+    "headrace.engine.encoder.images",
+    MetricKind.COUNTER,
+    "{image}",
+    "Images that the vision tower has encoded.",
+)
+ENGINE_ENCODER_TOKENS = Metric(
+    "headrace.engine.encoder.tokens",
+    MetricKind.COUNTER,
+    "{token}",
+    "Prompt tokens of these images.",
+)
+ENGINE_ENCODER_TIME = Metric(
+    "headrace.engine.encoder.time",
+    MetricKind.COUNTER,
+    "s",
+    "Time in which steps encoded these images.",
+)
+ENGINE_ENCODER_CACHE_IMAGES = Metric(
+    "headrace.engine.encoder_cache.images",
+    MetricKind.COUNTER,
+    "{image}",
+    "Images that prompts began to read, by result: hit (they were encoded already), miss.",
+)
 ENGINE_SPEC_TOKENS = Metric(
     "headrace.engine.spec.tokens",
     MetricKind.COUNTER,
@@ -516,6 +540,10 @@ ENGINE_METRICS = (
     ENGINE_PREEMPTIONS,
     ENGINE_PREFIX_CACHE_TOKENS,
     ENGINE_PREFIX_CACHE_HITS,
+    ENGINE_ENCODER_IMAGES,
+    ENGINE_ENCODER_TOKENS,
+    ENGINE_ENCODER_TIME,
+    ENGINE_ENCODER_CACHE_IMAGES,
     ENGINE_SPEC_TOKENS,
     ENGINE_TOKENS,
 )
@@ -543,6 +571,8 @@ VLLM_PREFIX_CACHE_QUERIES = "vllm:prefix_cache_queries"
 VLLM_PREFIX_CACHE_HITS = "vllm:prefix_cache_hits"
 VLLM_EXTERNAL_QUERIES = "vllm:external_prefix_cache_queries"
 VLLM_EXTERNAL_HITS = "vllm:external_prefix_cache_hits"
+VLLM_MM_CACHE_QUERIES = "vllm:mm_cache_queries"
+VLLM_MM_CACHE_HITS = "vllm:mm_cache_hits"
 VLLM_SPEC_DRAFTS = "vllm:spec_decode_num_drafts"
 VLLM_SPEC_DRAFT_TOKENS = "vllm:spec_decode_num_draft_tokens"
 VLLM_SPEC_ACCEPTED = "vllm:spec_decode_num_accepted_tokens"

@@ -30,7 +30,8 @@ _URLS = frozenset({"image_url", "input_image"})
 
 
 class ImagePrompts:
-    """Puts images into the prompts of one model. `reader` is None if the model reads none."""
+    """Puts images into the prompts of one model, whose `tokenizer` then knows how it reads them.
+    `reader` is None if the model reads none."""
 
     def __init__(
         self, checkpoint: Checkpoint, tokenizer: ChatTokenizer | None, reader: ImageReader | None
@@ -41,6 +42,8 @@ class ImagePrompts:
             encode = partial(tokenizer.encode, add_special_tokens=False)
             tokens = PromptTokens(tokenizer.token_to_id, encode)
         self._format = None if reader is None else read_format(checkpoint, tokens)
+        if tokenizer is not None:
+            tokenizer.images = self._format
 
     def expand(
         self, token_ids: list[int], images: Sequence["Image"], salt: bytes

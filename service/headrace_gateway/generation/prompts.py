@@ -24,7 +24,7 @@ from ..limits.work import Work, check_wanted, size_of
 from ..models.models import ServedModel
 from ..parsing.harmony.header import is_harmony
 from ..parsing.harmony.messages import described, writable
-from ..schemas.chat_messages import ImagePart, Message, TextPart
+from ..schemas.chat_messages import ImagePart, ImageSource, Message, TextPart
 from .rendering import Rendering
 
 # The cost of a message, of a part of one, or of a call, in characters.
@@ -75,7 +75,7 @@ class PromptEncoder:
         sources = list(_image_sources(messages))
         if not sources:
             return Prompt(await self._token_ids(model, messages, options, context))
-        form = _image_format(model, sources[0][0])
+        form = _image_format(model, sources[0].name)
         images = await self._images.read(sources, self._work)
         ids = await self._token_ids(model, messages, options, context)
         return await self._work.run(len(ids), partial(_with_images, form, ids, images))
@@ -398,14 +398,13 @@ def _length(content: str | Sequence[Mapping[str, str]] | None) -> int:
     return sum(len(part.get("text", "")) for part in content)
 
 
-def _image_sources(messages: Sequence[Message]) -> Iterator[tuple[str, str]]:
-    """Yields the name of the field and the URL of each image of a chat."""
+def _image_sources(messages: Sequence[Message]) -> Iterator[ImageSource]:
+    """Yields where each image of a chat is."""
     for index, message in enumerate(messages):
         if isinstance(message.content, list):
             for number, part in enumerate(message.content):
                 if isinstance(part, ImagePart):
-                    place = f"messages[{index}].content[{number}]"
-                    yield part.named(place), part.image_url.url
+                    yield part.source(f"messages[{index}].content[{number}]")
 
 
 def _image_format(model: ServedModel, name: str) -> ImageFormat:

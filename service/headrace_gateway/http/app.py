@@ -40,6 +40,7 @@ from ..generation.resumable_response import ResumableRequests
 from ..generation.scoring import RerankRequest, ScoreRequest
 from ..images.fetching import Fetcher
 from ..images.intake import ImageIntake, ImageLimits
+from ..images.uploads import UploadedImages
 from ..limits.api_keys import KeyFile
 from ..limits.connections import most_connections, tenant_share
 from ..limits.rate_limits import RateLimits
@@ -178,7 +179,7 @@ def create_app(settings: GatewaySettings, deps: AppDependencies) -> FastAPI:
             _observe(metrics, deps, stores)
             grammars = _grammars(settings, deps, metrics)
             rendering = Rendering()
-            images = _images(settings)
+            images = _images(settings, deps.storage)
             services = _services(
                 settings, deps, executor, metrics, grammars, rendering, images, stores, page
             )
@@ -190,7 +191,9 @@ def create_app(settings: GatewaySettings, deps: AppDependencies) -> FastAPI:
                 leader = BatchLeader(
                     context, services.pipeline.drain, running=settings.max_running_batches
                 )
-                batch_service = make_batch_service(deps.storage, settings, stores, leader.wake)
+                batch_service = make_batch_service(
+                    deps.storage, settings, images, stores, leader.wake
+                )
                 services = replace(services, batch_service=batch_service)
                 leader.start()
             app.state.services = services
@@ -345,7 +348,7 @@ def _services(
     )
 
 
-def _images(settings: GatewaySettings) -> ImageIntake:
+def _images(settings: GatewaySettings, storage: Storage | None) -> ImageIntake:
     return ImageIntake(
         ImageLimits(
             images=settings.max_images,
@@ -355,6 +358,7 @@ def _images(settings: GatewaySettings) -> ImageIntake:
             workers=settings.image_workers,
         ),
         Fetcher(settings.allowed_media_domains, int(settings.max_image_bytes)),
+        UploadedImages(None if storage is None else storage.files),
     )
 
 

@@ -459,6 +459,29 @@ class AnthropicModel(TypedDict):
     max_tokens: int | None
 
 
+class AnthropicFile(TypedDict):
+    type: Literal["file"]
+    id: str
+    filename: str
+    mime_type: str
+    size_bytes: int
+    created_at: str
+    expires_at: str
+    downloadable: bool
+
+
+class AnthropicFilePage(TypedDict):
+    """A part of a list: `page` with `next_page` gets the next one."""
+
+    data: list[AnthropicFile]
+    next_page: str | None
+
+
+class AnthropicDeletedFile(TypedDict):
+    type: Literal["file_deleted"]
+    id: str
+
+
 class AnthropicModelList(TypedDict):
     data: list[AnthropicModel]
     first_id: str | None

@@ -21,8 +21,8 @@ logger = logging.getLogger(__name__)
 
 # The images that a prompt may have if nothing is configured, as in vLLM.
 MOST_IMAGES = 999
-# The decoder in transformers' multimodal models.
-_DECODERS = ("language_model", "text_model")
+# The parts of transformers' multimodal models that images do not need.
+_OTHER_PARTS = ("language_model", "text_model", "audio_tower", "embed_audio")
 
 
 class VisionTower:
@@ -53,7 +53,10 @@ class VisionTower:
         }
         output = self._model.get_image_features(**given)
         deeper = getattr(output, "deepstack_features", None) or ()
-        return torch.stack([_joined(level) for level in (output.pooler_output, *deeper)])
+        first = output.pooler_output
+        if first is None:  # of Llama 4
+            first = self._model.multi_modal_projector(output.last_hidden_state)
+        return torch.stack([_joined(level) for level in (first, *deeper)])
 
     def _placed(self, given: torch.Tensor) -> torch.Tensor:
         dtype = self._model.dtype if given.is_floating_point() else given.dtype
@@ -87,7 +90,7 @@ def load_tower(
 
 
 def _load(config: Any, folder: Path, dtype: torch.dtype, device: torch.device) -> Any:
-    """transformers' model without its decoder: what `get_image_features` computes with."""
+    """transformers' model without the parts that `get_image_features` does not compute with."""
     from transformers import AutoModel
     from transformers.initialization import no_init_weights
 
@@ -95,7 +98,7 @@ def _load(config: Any, folder: Path, dtype: torch.dtype, device: torch.device) -
     kind: Any = mapping._model_mapping[type(config)]
     with no_init_weights(), torch.device("meta"):
         model = kind._from_config(config, dtype=dtype, attn_implementation="sdpa")
-    for name in _DECODERS:
+    for name in _OTHER_PARTS:
         if hasattr(model, name):
             setattr(model, name, None)
     model.to_empty(device=device)
