@@ -112,7 +112,7 @@ async def test_the_setting_switches_page_and_data_off(checkpoint: Path) -> None:
 
 
 async def test_the_limits_of_a_chat_are_those_of_the_settings(checkpoint: Path) -> None:
-    limits = {"max_images": 3, "max_image_bytes": 4096, "max_image_pixels": 10_000}
+    limits: dict[str, Any] = {"max_images": 3, "max_image_bytes": 4096, "max_image_pixels": 10_000}
     async with serve(checkpoint, **limits, max_body_bytes=65_536) as running:
         assert (await running.http.get("/console/limits")).json() == {
             "images": 3,

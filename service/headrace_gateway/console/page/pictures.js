@@ -65,8 +65,10 @@ export class Pictures {
     get("picture-part").hidden = !this.#accepted;
     if (!this.#accepted) return this.clear();
     const { images, image_bytes, image_pixels, body_bytes } = this.#limits;
-    const each = `${mebibytes(Math.min(image_bytes, inBody(body_bytes)))} and ${count(image_pixels)} pixels each`;
-    setText(get("picture-limits"), `${NAMES}, up to ${images} in a chat, ${each}. Paste and drop work too.`);
+    const total = inBody(body_bytes);
+    const bytes = image_bytes < total ? `${mebibytes(image_bytes)} and ` : "";
+    const limits = `up to ${images} and ${mebibytes(total)} in a chat, ${bytes}${count(image_pixels)} pixels each`;
+    setText(get("picture-limits"), `${NAMES}, ${limits}. Paste and drop work too.`);
   }
 
   clear() {
