@@ -7,11 +7,9 @@ objects.
 
 from typing import Any
 
-import pytest
-
 from headrace_common.protocol.adapters import decode_set
 from headrace_operator import names
-from headrace_operator.reconciliation import reconciler
+from headrace_operator.reconciliation.reconciler import SCALING_INTERVAL
 from headrace_operator.scaling.reason import Reason
 from headrace_operator.signals.signals import Samples
 from headrace_testing.kubernetes import User, pod
@@ -191,17 +189,14 @@ async def test_a_backlog_adds_engines_and_says_why(user: User, scene: Scene) -> 
         assert "ScaledUp" in user.server.events()
 
 
-async def test_a_model_with_work_is_decided_again_without_an_event(
-    user: User, scene: Scene, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(reconciler, "SCALING_INTERVAL", 0.05)
+async def test_a_model_with_work_is_decided_again_soon(user: User, scene: Scene) -> None:
     await user.create(pod("p0", "qwen"))
-    scene.waiting = scene.running = 1
-    async with operator(user, scene, interval=3600.0):
+    scene.waiting = 1
+    async with operator(user, scene):
         await user.create(body(**CONTROLLED))
-        await until(lambda: status(user).get("backlog") == 1)
-        scene.now, scene.waiting, scene.running = scene.now + 120, 500, 64
-        await until(lambda: (replicas(user) or 0) > 1)
+        await until(lambda: scene.soon == SCALING_INTERVAL)
+        scene.waiting = 0
+        await until(lambda: scene.soon is None)
 
 
 async def test_consoles_see_the_decision_and_its_reason(user: User, scene: Scene) -> None:
