@@ -11,6 +11,7 @@ from rich.console import Console
 from rich.progress import track
 
 from headrace_common.protocol.base import QueueLimits
+from headrace_common.protocol.turns import TurnBounds
 
 from ..scaling import Forecast, Objective, PolicyError, ScalingPolicy
 from .comparison import POLICIES, Comparison, with_room_to_scale
@@ -27,6 +28,7 @@ _LIMITS = QueueLimits()
 _POLICY = ScalingPolicy()
 _LOAD = Diurnal()
 _GOALS = Objectives()
+_TURNS = TurnBounds()
 T = TypeVar("T")
 
 
@@ -42,18 +44,18 @@ def simulate(
         list[Path] | None,
         typer.Option(
             help="CSV with arrival_seconds,prompt_tokens,output_tokens; default: a made-up day. "
-            "Repeat it for several models, which share accelerators."
+            "Repeat it for several models, which share one accelerator."
         ),
     ] = None,
     models: Annotated[
         int, typer.Option(min=1, help="Made-up traces, one a model, at other times of the day.")
     ] = 1,
-    accelerators: Annotated[
-        int | None,
-        typer.Option(
-            min=1, max=1000, help="What several models share; default: for their common peak."
-        ),
-    ] = None,
+    min_awake: Annotated[
+        float, typer.Option(min=0, help="Seconds that a model with work is awake at least.")
+    ] = _TURNS.min_awake,
+    max_awake: Annotated[
+        float, typer.Option(min=1, help="Seconds after which it lets another model wake up.")
+    ] = _TURNS.max_awake,
     engine_profile: Annotated[
         Path | None,
         typer.Option(help="JSON of benchmarks/calibrate.py; default: an example, not measured."),
@@ -153,6 +155,8 @@ def simulate(
         "limits": asdict(limits),
     }
     if len(traces) > 1:
+        if min_awake > max_awake:
+            raise SimulationError(f"--min-awake {min_awake:g}: it must not be above --max-awake")
         if policy or oracle or plot:
             raise SimulationError("--policy, --oracle and --plot are for one model; leave them out")
         sharing = SharingComparison(
@@ -162,12 +166,10 @@ def simulate(
             bounded=max_replicas is not None,
             objectives=objectives,
             limits=limits,
-            accelerators=accelerators,
+            bounds=TurnBounds(min_awake, max_awake),
         )
         _compare_sharing(sharing, inputs, outputs)
         return
-    if accelerators is not None:
-        raise SimulationError("--accelerators is for several models; give --models or more traces")
     (arrivals,) = traces
     comparison = Comparison(
         trace=arrivals,
@@ -243,7 +245,7 @@ def _compare_sharing(
     inputs |= {
         "requests": [len(trace) for trace in comparison.traces],
         "policy": asdict(comparison.policy),
-        "accelerators": comparison.shared_accelerators,
+        "turns": asdict(comparison.bounds),
     }
     if outputs.json is not None:
         write_json(outputs.json, inputs, results)

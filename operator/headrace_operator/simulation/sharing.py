@@ -1,9 +1,9 @@
-"""Simulates engines of several models that take turns on accelerators, in virtual time.
+"""Simulates engines of several models that take turns on one accelerator, in virtual time.
 
-Each accelerator has one engine of every model, and one of them is awake at a time. The rule of
-turns is the product's own `next_holder`, at which each accelerator looks as often as engines do. An
-engine that falls asleep has some seconds for its running requests and gives the rest back to the
-queue. They continue with their next token, after their tokens so far were computed again.
+One of the engines is awake at a time. The rule of turns is the product's own `next_holder`, applied
+as often as engines do. An engine that falls asleep has some seconds for its running requests and
+gives the rest back to the queue. They continue with their next token, after their tokens so far
+were computed again.
 """
 
 from collections import deque
@@ -30,7 +30,7 @@ _ENGINE, _ARRIVAL, _SLOT = range(3)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SharedSetup:
-    """The models' traces, and the `accelerators` that they share.
+    """The models' traces, and the bounds of their turns.
 
     Running requests have `timeout` seconds to end before an engine sleeps.
     """
@@ -39,7 +39,6 @@ class SharedSetup:
     profile: EngineProfile
     objectives: Objectives
     limits: QueueLimits
-    accelerators: int = 1
     bounds: TurnBounds = TurnBounds()
     timeout: float = 10.0
     deadline: float = 600.0
@@ -59,7 +58,7 @@ class SharedResult:
 
 
 def simulate_shared(setup: SharedSetup) -> SharedResult:
-    """Runs until every request has ended. The accelerators cost until the last arrival."""
+    """Runs until every request has ended. The accelerator costs until the last arrival."""
     return _Run(setup).result()
 
 
@@ -116,10 +115,9 @@ class _Model:
 
 @dataclass(slots=True)
 class _Slot:
-    """An accelerator. `engine` computes while its model is awake; `leaving`: it takes no more work,
+    """The accelerator. `engine` computes while its model is awake; `leaving`: it takes no new work,
     and sleeps as soon as nothing runs."""
 
-    number: int
     turn: Turn = Turn()
     ended: dict[int, float] = field(default_factory=dict)
     """When each model's last turn ended."""
@@ -143,7 +141,7 @@ class _Run:
     def __init__(self, setup: SharedSetup) -> None:
         self._setup = setup
         self._models = [_Model(trace) for trace in setup.traces]
-        self._slots = [_Slot(number) for number in range(setup.accelerators)]
+        self._slot = _Slot()
         self._costs = EngineCosts(setup.profile)
         self._events = EventQueue()
         self._wake_ups = 0
@@ -164,7 +162,7 @@ class _Run:
                 np.concatenate([model.timings().to_first_token() for model in self._models])
             ),
             lost=sum(model.lost for model in self._models),
-            gpu_hours=self._setup.accelerators * seconds / 3600 * self._setup.profile.gpus,
+            gpu_hours=seconds / 3600 * self._setup.profile.gpus,
             wake_ups=self._wake_ups,
         )
 
@@ -184,35 +182,33 @@ class _Run:
         self._dispatch(number)
 
     def _dispatch(self, number: int) -> None:
-        """Gives the model's waiting requests, oldest first, to its engine that runs the fewest."""
-        model, now = self._models[number], self._events.now
-        while True:
-            model.drop_late(now, self._setup.deadline)
-            awake = [slot for slot in self._slots if slot.model == number and not slot.leaving]
-            slot = min((s for s in awake if s.engine), key=lambda s: s.running, default=None)
-            if not model.waiting or slot is None or slot.engine is None:
-                break
-            request = model.waiting[0]
-            if not slot.engine.has_room(request.prompt, request.output):
-                break
-            model.take()
-            slot.given[request.number] = request
-            slot.engine.start(request.number, request.prompt, request.output, now)
-            self._schedule(slot)
+        """Gives the model's waiting requests to its engine, oldest first, if it takes work."""
+        model, slot, now = self._models[number], self._slot, self._events.now
+        model.drop_late(now, self._setup.deadline)
+        if slot.model == number and slot.engine is not None and not slot.leaving:
+            while model.waiting:
+                request = model.waiting[0]
+                if not slot.engine.has_room(request.prompt, request.output):
+                    break
+                model.take()
+                slot.given[request.number] = request
+                slot.engine.start(request.number, request.prompt, request.output, now)
+            self._schedule()
         if model.waiting:
-            for slot in self._slots:
-                self._look_soon(slot)
+            self._look_soon()
 
-    def _schedule(self, slot: _Slot) -> None:
-        """Replaces the next event of the slot's engine."""
+    def _schedule(self) -> None:
+        """Replaces the next event of the engine that is awake."""
+        slot = self._slot
         if slot.event is not None:
             self._events.cancel(slot.event)
             slot.event = None
         at = NEVER if slot.engine is None else slot.engine.next_event()
         if at < NEVER:
-            slot.event = self._events.at(at, self._collect, slot, rank=_ENGINE)
+            slot.event = self._events.at(at, self._collect, rank=_ENGINE)
 
-    def _collect(self, slot: _Slot) -> None:
+    def _collect(self) -> None:
+        slot = self._slot
         assert slot.engine is not None and slot.model is not None, "only an awake engine computes"
         slot.event = None
         now, number = self._events.now, slot.model
@@ -225,39 +221,41 @@ class _Run:
             model.ends[request] = now
             del slot.given[request]
         model.ended += len(ended)
-        self._schedule(slot)
+        self._schedule()
         if slot.leaving and not slot.running:
-            self._fall_asleep(slot)
+            self._fall_asleep()
         elif ended:
             self._dispatch(number)
 
-    def _look_soon(self, slot: _Slot) -> None:
-        if slot.look is None:
+    def _look_soon(self) -> None:
+        if self._slot.look is None:
             at = (self._events.now // LOOK_EVERY + 1) * LOOK_EVERY
-            slot.look = self._events.at(at, self._look, slot, rank=_SLOT)
+            self._slot.look = self._events.at(at, self._look, rank=_SLOT)
 
-    def _look(self, slot: _Slot) -> None:
+    def _look(self) -> None:
         """Applies the rule of turns, again and again while any request waits."""
+        slot = self._slot
         slot.look = None
         now = self._events.now
         for model in self._models:
             model.drop_late(now, self._setup.deadline)
         if any(model.waiting for model in self._models):
-            self._look_soon(slot)
+            self._look_soon()
         if slot.leaving:
             return
-        wanted = next_holder(self._members(slot), slot.turn, self._setup.bounds, now)
+        wanted = next_holder(self._members(), slot.turn, self._setup.bounds, now)
         if wanted is None or wanted == slot.turn.holder:
             return
         if slot.turn.holder is None:
             slot.turn = Turn(wanted, now, slot.turn.last)
             self._wake_ups += 1
             awake = now + self._setup.profile.switch_seconds
-            self._events.at(awake, self._wake, slot, rank=_SLOT)
+            self._events.at(awake, self._wake, rank=_SLOT)
         elif slot.engine is not None:
-            self._leave(slot)
+            self._leave()
 
-    def _members(self, slot: _Slot) -> list[Member]:
+    def _members(self) -> list[Member]:
+        slot = self._slot
         return [
             Member(
                 str(number),
@@ -274,27 +272,30 @@ class _Run:
         since = model.waiting[0].arrival
         return Demand(_NORMAL_PRIORITY, since, since + self._setup.deadline)
 
-    def _wake(self, slot: _Slot) -> None:
+    def _wake(self) -> None:
+        slot = self._slot
         assert slot.model is not None, "the slot was taken before the engine wakes"
         now = self._events.now
-        slot.engine = SimulatedEngine(slot.number, self._costs, now, now)
+        slot.engine = SimulatedEngine(slot.model, self._costs, now, now)
         self._dispatch(slot.model)
 
-    def _leave(self, slot: _Slot) -> None:
+    def _leave(self) -> None:
+        slot = self._slot
         slot.leaving = True
         if slot.running:
             until = self._events.now + self._setup.timeout
-            self._events.at(until, self._give_up, slot, slot.turn, rank=_SLOT)
+            self._events.at(until, self._give_up, slot.turn, rank=_SLOT)
         else:
-            self._fall_asleep(slot)
+            self._fall_asleep()
 
-    def _give_up(self, slot: _Slot, turn: Turn) -> None:
+    def _give_up(self, turn: Turn) -> None:
         """The end of the time for running requests, unless they have ended before."""
-        if slot.turn == turn:
-            self._fall_asleep(slot)
+        if self._slot.turn == turn:
+            self._fall_asleep()
 
-    def _fall_asleep(self, slot: _Slot) -> None:
+    def _fall_asleep(self) -> None:
         """Gives back what runs, and leaves the slot."""
+        slot = self._slot
         assert slot.engine is not None and slot.model is not None, "only an awake engine sleeps"
         now, number = self._events.now, slot.model
         model = self._models[number]
@@ -306,7 +307,7 @@ class _Run:
             model.queue(request, first=True)
         slot.given.clear()
         slot.engine, slot.leaving = None, False
-        self._schedule(slot)
+        self._schedule()
         slot.ended[number] = now
         slot.turn = Turn(None, now, slot.turn.holder)
-        self._look_soon(slot)
+        self._look_soon()

@@ -1,20 +1,20 @@
-"""Several models with accelerators of their own, beside the same models that share accelerators."""
+"""Several models with accelerators of their own, beside the same models that share one."""
 
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
-from functools import cached_property
 from typing import Any, ClassVar
 
 import numpy as np
 
 from headrace_common.protocol.base import QueueLimits
+from headrace_common.protocol.turns import TurnBounds
 
 from ..scaling import ScalingPolicy
-from .comparison import Comparison, fleet_sizes, with_room_to_scale
+from .comparison import Comparison, with_room_to_scale
 from .engine_profile import EngineProfile
 from .result import Objectives, SimulationResult
 from .sharing import SharedSetup, simulate_shared
-from .workload import Trace, merged
+from .workload import Trace
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,8 +36,7 @@ class ModelsResult:
 class SharingComparison:
     """The inputs: a trace of each model, and engines that are alike.
 
-    `accelerators` are shared; None: as many as engines at the target utilization need in the
-    busiest minutes of all models together. The policy's maximum counts if it is `bounded`.
+    `bounds` are those of turns. The policy's maximum counts if it is `bounded`.
     """
 
     traces: tuple[Trace, ...]
@@ -45,20 +44,14 @@ class SharingComparison:
     policy: ScalingPolicy
     objectives: Objectives
     limits: QueueLimits
-    accelerators: int | None = None
+    bounds: TurnBounds = TurnBounds()
     bounded: bool = False
     RUNS: ClassVar[int] = 4
     """The number of results of `run`."""
 
-    @cached_property
-    def shared_accelerators(self) -> int:
-        if self.accelerators is not None:
-            return self.accelerators
-        return fleet_sizes(merged(self.traces), self.profile, self.policy.utilization).peak
-
     def run(self) -> Iterator[ModelsResult]:
         """Yields a result for each way when its run has ended: fixed fleets apart, scaled fleets
-        apart with `min_replicas` and from zero, and shared accelerators."""
+        apart with `min_replicas` and from zero, and one shared accelerator."""
         yield self._apart("apart, fixed peak", "peak", None)
         least = max(1, self.policy.min_replicas)
         yield self._apart(f"apart, Headrace, at least {least}", "headrace", least)
@@ -95,18 +88,17 @@ class SharingComparison:
         )
 
     def _shared(self) -> ModelsResult:
-        count = self.shared_accelerators
         result = simulate_shared(
             SharedSetup(
                 traces=self.traces,
                 profile=self.profile,
                 objectives=self.objectives,
                 limits=self.limits,
-                accelerators=count,
+                bounds=self.bounds,
             )
         )
         return ModelsResult(
-            name=f"sharing {count} accelerator{'s' if count > 1 else ''}",
+            name="sharing one accelerator",
             attainment=result.attainment,
             by_model=result.by_model,
             gpu_hours=result.gpu_hours,

@@ -1,7 +1,6 @@
 """Traces of arrivals: from a CSV file, or a synthetic day with a rhythm and bursts."""
 
 import csv
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -61,17 +60,6 @@ class Diurnal:
     spread: float = 0.8
     longest: int = 8192
     seed: int = 0
-
-
-def merged(traces: Sequence[Trace]) -> Trace:
-    """The requests of all traces, as if they went to one model."""
-    arrivals = np.concatenate([trace.arrivals for trace in traces])
-    order = np.argsort(arrivals, kind="stable")
-    return Trace(
-        arrivals[order],
-        np.concatenate([trace.prompts for trace in traces])[order],
-        np.concatenate([trace.outputs for trace in traces])[order],
-    )
 
 
 def diurnal(load: Diurnal) -> Trace:

@@ -1,4 +1,4 @@
-"""Models that take turns on accelerators: turns compared with hand calculations, and what they
+"""Models that take turns on one accelerator: turns compared with hand calculations, and what they
 save."""
 
 import json
@@ -61,20 +61,6 @@ def test_an_engine_waits_until_the_other_one_has_nothing_to_do() -> None:
     assert met(2.86) == (1.0, 0.0)
     assert met(5.84) == (1.0, 0.0)
     assert met(5.86) == (1.0, 1.0)
-
-
-def test_an_accelerator_without_work_does_not_wait_for_another_one() -> None:
-    """Both wake an engine for the first request, which one of them runs until the seventh second.
-    The other one is left at 2.5 s, and its second engine is awake at 4.75 s at the latest."""
-    one, other = trace((0.0, 500, 40)), trace((1.0, 500, 11))
-
-    def met(accelerators: int) -> SharedResult:
-        objectives = first_token_within(4.75 + 0.6 - 1.0)
-        return share(one, other, accelerators=accelerators, objectives=objectives)
-
-    assert met(1).by_model == (1.0, 0.0)
-    assert met(2).by_model == (1.0, 1.0)
-    assert met(2).gpu_hours == pytest.approx(2 * 1.0 / 3600)
 
 
 def test_a_long_answer_is_given_back_and_goes_on_after_the_other_models_turn() -> None:
@@ -153,12 +139,12 @@ def test_the_command_compares_models_that_share(
     results = tmp_path / "results.json"
     named = [option for file in files for option in ("--trace", str(file))]
 
-    code = command_output(monkeypatch, *named, "--accelerators", "1", "--json", str(results))
+    code = command_output(monkeypatch, *named, "--json", str(results))
 
     assert not code
     written = json.loads(results.read_text())
     assert written["inputs"]["requests"] == [2, 2]
-    assert [each["name"] for each in written["results"]][-1] == "sharing 1 accelerator"
+    assert [each["name"] for each in written["results"]][-1] == "sharing one accelerator"
     assert written["results"][-1]["gpu_hours"] == pytest.approx(600 / 3600)
     assert "wake-ups" in capsys.readouterr().out
 
@@ -176,7 +162,7 @@ def test_made_up_models_have_their_days_at_other_times(
     ("options", "message"),
     [
         (("--models", "2", "--oracle"), "--oracle and --plot are for one model"),
-        (("--accelerators", "2"), "--accelerators is for several models"),
+        (("--models", "2", "--min-awake", "90"), "--min-awake 90: it must not be above"),
         (("--models", "2", "--trace", "a.csv"), "--models is for made-up traces"),
     ],
 )
