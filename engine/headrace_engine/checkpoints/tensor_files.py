@@ -95,9 +95,6 @@ class TensorFiles:
 class TensorHeaders(TensorFiles):
     """A checkpoint's headers: tensors are loaded onto the meta device, without their bytes."""
 
-    def plan(self, portions: Mapping[str, Portion]) -> None:
-        pass
-
     def load(self, name: str) -> torch.Tensor:
         info = self.tensors[name]
         return torch.empty(info.shape, dtype=_DTYPES[info.dtype], device="meta")

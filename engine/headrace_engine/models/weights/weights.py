@@ -102,7 +102,8 @@ class WeightReader:
         for name, spec in wanted.items():
             _check_tensor(name, spec, tensors[name])
         self._check_unexpected(wanted, [self._locate(name).stored for name in ignored])
-        self._plan()
+        if self.device.type != "meta":
+            self._plan()
 
     def _plan(self) -> None:
         """Plans to read what this rank needs: of experts in one tensor only its own ones."""
@@ -238,6 +239,8 @@ class WeightReader:
             if isinstance(weight, MXFP4Weight) and kind is QuantizedWeight:
                 weight = weight.quantized()
             if not isinstance(weight, kind):
+                if piece.rows is None:
+                    self._unpacked = piece.stored, weight  # as another kind, it is requested next
                 return None
             parts.append(weight if self._cuts is None else self._cuts.quantized(name, weight))
         return parts
