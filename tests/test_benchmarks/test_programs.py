@@ -126,6 +126,13 @@ def test_disaggregated_prefill(run: Run) -> None:
     assert long_ttft[1] > long_ttft[0]
 
 
+def test_cache_bytes(run: Run) -> None:
+    printed = run("cache_bytes")
+    assert "| deepseek-ai/DeepSeek-V3 | 70,272 |  | 70.272 KB |" in printed
+    assert "| openai/gpt-oss-20b | 49,152 |  |  |" in printed
+    assert "| moonshotai/Kimi-Linear-48B-A3B-Instruct | 8,064 | 43,417,600 |" in printed
+
+
 def test_kv_waste(run: Run) -> None:
     printed = run("kv_waste", "--requests", "20").splitlines()
     assert len(printed) == 2 + 4

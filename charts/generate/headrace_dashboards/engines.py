@@ -202,12 +202,14 @@ def _cache() -> tuple[Panel, ...]:
             description="Tokens per second whose KV was handed over to other engines.",
             queries=(Query(q.total(q.rate(names.ENGINE_HANDOVER_TOKENS), q.POD), _POD),),
             unit=Unit.TOKENS_PER_SECOND,
+            width=6,
         ),
         Panel(
             title="KV handed over",
             description="Bytes per second of this KV.",
             queries=(Query(q.total(q.rate(names.ENGINE_HANDOVER_KV), q.POD), _POD),),
             unit=Unit.BYTES_PER_SECOND,
+            width=6,
         ),
         Panel(
             title="Placement",
@@ -216,8 +218,26 @@ def _cache() -> tuple[Panel, ...]:
             queries=(_by_result(names.QUEUE_PLACEMENTS),),
             unit=Unit.PER_SECOND,
             look=Look.STACKED,
+            width=6,
+        ),
+        Panel(
+            title="Cached tokens by placement",
+            description="Share of placed prompts' tokens that some engine had cached, as engines "
+            "tell (known); that the engine that took the request had, as it told (expected); and "
+            "that were found there (found).",
+            queries=tuple(
+                Query(q.ratio(_placed(kind), _placed("prompt")), kind)
+                for kind in ("known", "expected", "found")
+            ),
+            unit=Unit.SHARE,
+            width=6,
         ),
     )
+
+
+def _placed(kind: str) -> str:
+    """Tokens of placed prompts per second, of all gateways."""
+    return q.total(q.rate(names.GATEWAY_PLACEMENT_TOKENS, f'{q.label(names.KIND)}="{kind}"'))
 
 
 def _canary() -> tuple[Panel, ...]:

@@ -243,6 +243,14 @@ GATEWAY_OPEN_REFUSED = Metric(
     "{request}",
     "Requests that were refused because their tenant had max_open_requests_per_tenant open ones.",
 )
+GATEWAY_PLACEMENT_TOKENS = Metric(
+    "headrace.gateway.placement.tokens",
+    MetricKind.COUNTER,
+    "{token}",
+    "Tokens of prompts that this gateway placed, by kind: prompt (all), known (cached by some "
+    "engine, as engines tell), expected (cached by the engine that took the request, as it told), "
+    "found (that it had cached).",
+)
 GATEWAY_GRAMMAR_CHECKS = Metric(
     "headrace.gateway.grammar_checks",
     MetricKind.COUNTER,
@@ -509,6 +517,7 @@ GATEWAY_METRICS = (
     GATEWAY_OPEN_REFUSED,
     GATEWAY_GRAMMAR_CHECKS,
     GATEWAY_IMAGES,
+    GATEWAY_PLACEMENT_TOKENS,
 )
 # With API keys on, these carry TENANT_LABEL: the tenants of the keys, or OTHER_TENANTS. The others
 # do not, because their histograms would have too many series.

@@ -80,6 +80,35 @@ class PromptEncoder:
         ids = await self._token_ids(model, messages, options, context)
         return await self._work.run(len(ids), partial(_with_images, form, ids, images))
 
+    async def alone(
+        self,
+        model: ServedModel,
+        messages: Sequence[Message],
+        *,
+        add_special_tokens: bool,
+        context: int | None = None,
+    ) -> Prompt:
+        """Returns the prompt of a message for a model that embeds either an image or a text."""
+        sources = list(_image_sources(messages))
+        text = "".join(_texts(messages))
+        if len(sources) > 1 or (sources and text) or not (sources or text):
+            raise invalid(
+                f"messages: the model {model.name} embeds one image or one text: send either.",
+                param="messages",
+            )
+        if not sources:
+            (ids,) = await self.completion(
+                model,
+                text,
+                add_special_tokens=add_special_tokens,
+                max_prompts=1,
+                context=context,
+                name="messages",
+            )
+            return Prompt(ids)
+        form = _image_format(model, sources[0].name)
+        return _with_images(form, [form.placeholder], await self._images.read(sources, self._work))
+
     async def _token_ids(
         self,
         model: ServedModel,
@@ -405,6 +434,14 @@ def _image_sources(messages: Sequence[Message]) -> Iterator[ImageSource]:
             for number, part in enumerate(message.content):
                 if isinstance(part, ImagePart):
                     yield part.source(f"messages[{index}].content[{number}]")
+
+
+def _texts(messages: Sequence[Message]) -> Iterator[str]:
+    for message in messages:
+        if isinstance(message.content, list):
+            yield from (part.text for part in message.content if isinstance(part, TextPart))
+        else:
+            yield message.content or ""
 
 
 def _image_format(model: ServedModel, name: str) -> ImageFormat:

@@ -146,7 +146,8 @@ class AppDependencies:
     every request needs one; `usage` counts what keys with limits use. Without `durable` a request
     lives no longer than its connection; without `storage` there are no files and no batches,
     without `live` consoles see engines' heartbeats only, and without `adapter_control` adapters do
-    not change. Requests' times are of `clock`.
+    not change. `placed_tokens` are counted by model and kind, if requests are placed. Requests'
+    times are of `clock`.
     """
 
     served: Models
@@ -164,6 +165,7 @@ class AppDependencies:
     history: RequestHistory | None = None
     shared_requests: SharedRequests | None = None
     adapter_control: AdapterControl | None = None
+    placed_tokens: Mapping[tuple[str, str], int] | None = None
     clock: RedisClock = field(default_factory=RedisClock)
 
 
@@ -410,6 +412,8 @@ def _observe(metrics: GatewayMetrics, deps: AppDependencies, stores: TenantStore
     if deps.telemetry.measuring:
         loop = asyncio.get_running_loop()
         metrics.observe_queue(QueueScrapeCache(deps.queue, deps.served, loop))
+        if deps.placed_tokens is not None:
+            metrics.observe_placement(deps.placed_tokens)
         if deps.storage is not None:
             metrics.observe_batches(BatchScrapeCache(deps.storage.batches, loop, deps.clock.now))
         keys = deps.keys

@@ -425,6 +425,12 @@ class DeletedResponse(TypedDict):
     deleted: Literal[True]
 
 
+class Architecture(TypedDict):
+    """What a model reads and writes."""
+
+    input_modalities: list[Literal["text", "image"]]
+
+
 class Model(TypedDict):
     """`parent` is the base model of a LoRA adapter."""
 
@@ -435,6 +441,7 @@ class Model(TypedDict):
     root: str | None
     parent: str | None
     max_model_len: int | None
+    architecture: Architecture
 
 
 class ModelList(TypedDict):
@@ -521,6 +528,16 @@ class RecentRequests(TypedDict):
 
     time: float
     requests: list[dict[str, Any]]
+
+
+class ConsoleLimits(TypedDict):
+    """The most images of one request; bytes and pixels of one of them; bytes of a request's
+    body."""
+
+    images: int
+    image_bytes: int
+    image_pixels: int
+    body_bytes: int
 
 
 class KilledEngine(TypedDict):

@@ -184,6 +184,17 @@ class GatewayMetrics:
         letters = _observer(cache, lambda depth: depth.dead_letters)
         observed_counter(self._meter, names.QUEUE_DEAD_LETTERS, letters)
 
+    def observe_placement(self, tokens: Mapping[tuple[str, str], int]) -> None:
+        """Exports the tokens of placed prompts, counted by model and kind. Call once."""
+        observed_counter(
+            self._meter,
+            names.GATEWAY_PLACEMENT_TOKENS,
+            lambda: [
+                Observation(count, {names.REQUEST_MODEL: model, names.KIND: kind})
+                for (model, kind), count in list(tokens.items())
+            ],
+        )
+
     def observe_batches(self, cache: BatchScrapeCache) -> None:
         """Exports the open batches, which are read only at a scrape. Call once."""
         for state in FINAL_STATES:  # without this, the first count would not show as an increase
