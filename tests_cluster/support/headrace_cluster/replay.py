@@ -103,9 +103,9 @@ class SignalServer:
 
 def signals(seen: ScalingObservation | None) -> dict[str, float | None]:
     """The values of an observation by the names of the operator's queries. Before the first one
-    there is an empty queue."""
+    there is an empty queue with an unknown rate of arrivals, from which nothing is learned."""
     if seen is None or seen.queue is None:
-        return {"at": time.time(), "waiting": 0.0, "arrivals": 0.0}
+        return {"at": time.time(), "waiting": 0.0}
     queue, engines = seen.queue, seen.engines
     values: dict[str, float | None] = {
         "at": time.time(),
