@@ -40,6 +40,7 @@ from headrace_common.observability.clock_offset import show_clock_offset
 from headrace_common.protocol.redis.adapters import RedisAdapterSets
 from headrace_common.protocol.redis.client.connection import Connection, ConnectionConfig
 from headrace_common.protocol.redis.engine import RedisEngineQueue
+from headrace_common.protocol.redis.kv_events import RedisKVEventWriter
 from headrace_common.protocol.redis.live import RedisSnapshotWriter
 from headrace_common.protocol.redis.registry import RedisModelRegistry
 from headrace_common.protocol.redis.sharded_engine import ShardedEngineQueue
@@ -238,6 +239,7 @@ async def serve(
             _turns(settings, connection, engine_id),
             phases,
             reader,
+            RedisKVEventWriter(connection, engine_id, settings.name),
         )
         running_loop = asyncio.get_running_loop()
         if runner is not None and runner.peers is not None:

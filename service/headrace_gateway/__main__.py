@@ -36,6 +36,7 @@ from headrace_common.protocol.redis.client.connection import (
     when_reachable,
 )
 from headrace_common.protocol.redis.gateway import RedisGatewayQueue
+from headrace_common.protocol.redis.kv_events import RedisKVEventReader
 from headrace_common.protocol.redis.limits import RedisKeyUsage
 from headrace_common.protocol.redis.live import RedisLiveStore, RedisSharedRequests
 from headrace_common.protocol.redis.loads import RedisModelLoads
@@ -59,7 +60,8 @@ from .models.loaded_adapters import LoadedAdapters
 from .models.loading import load_registered, load_static
 from .models.model_loads import counted
 from .models.models import Models, ServedModel
-from .queue_client.client import ClientConfig, GenerationClient, Place
+from .queue_client.cached_prefixes import CachedPrefixes
+from .queue_client.client import ClientConfig, GenerationClient
 from .queue_client.engines import EngineDirectory
 from .queue_client.prefix_routing import PrefixRouter
 from .queue_client.request_history import RequestHistory
@@ -113,13 +115,14 @@ async def serve(
         connection, gateway_id, lease_ms=round(settings.lease * 1000), ledger=settings.ledger
     )
     engines = EngineDirectory(queue)
+    placer = _placer(settings, engines, connection)
     history = RequestHistory(connection.clock.now) if settings.console else None
     client = GenerationClient(
         queue,
         settings.queue_limits,
         connection.clock.now,
         config=ClientConfig(beat_interval=BEATS * settings.lease),
-        place=_place(settings, engines),
+        placer=placer,
         shards=engines.shards,
         side=engines.side,
         history=history,
@@ -188,6 +191,7 @@ async def serve(
             live=RedisLiveStore(connection, queue.send),
             adapter_control=adapter_control,
             clock=connection.clock,
+            placed_tokens=None if placer is None else placer.tokens,
         )
         app = create_app(settings, deps)
         server = GatewayServer(
@@ -208,16 +212,18 @@ async def serve(
         await asyncio.to_thread(measures.shutdown)
 
 
-def _place(settings: GatewaySettings, engines: EngineDirectory) -> Place | None:
+def _placer(
+    settings: GatewaySettings, engines: EngineDirectory, connection: Connection
+) -> PrefixRouter | None:
     if settings.placement == "none":
         return None
-    placer = PrefixRouter(
+    return PrefixRouter(
         engines,
+        CachedPrefixes(RedisKVEventReader(connection)),
         prefix_tokens=settings.placement_prefix_tokens,
         load_factor=settings.placement_load_factor,
         steal_after=settings.placement_steal_after,
     )
-    return placer.place
 
 
 def _announce(listener: socket.socket, served: Models, gateway_id: str) -> None:

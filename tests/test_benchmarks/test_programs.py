@@ -101,6 +101,13 @@ def test_sharing(run: Run, model: str) -> None:
     assert len(printed.splitlines()) > 3
 
 
+def test_images(run: Run) -> None:
+    few = ["--tiny", "--requests", "4", "--rounds", "1", "--text-rounds", "1", "--side", "40"]
+    rows = [line.split(" | ") for line in run("images", *few).splitlines() if " | " in line]
+    assert [row[2:4] for row in rows[2:4]] == [["1", "1"], ["4", "4"]], "decoded and encoded"
+    assert len(rows) == 4 + 4
+
+
 def test_tiers(run: Run, model: str, tmp_path: Path) -> None:
     few = ["--turns", "2", "--rounds", "2", "--requests", "2", "--prompt-tokens", "40"]
     printed = run("tiers", "--model", model, *few, "--folder", str(tmp_path)).splitlines()
@@ -117,6 +124,13 @@ def test_disaggregated_prefill(run: Run) -> None:
     chats_itl, *_, long_ttft = [[float(value) for value in pair] for pair in pairs]
     assert chats_itl[1] < chats_itl[0] / 2
     assert long_ttft[1] > long_ttft[0]
+
+
+def test_cache_bytes(run: Run) -> None:
+    printed = run("cache_bytes")
+    assert "| deepseek-ai/DeepSeek-V3 | 70,272 |  | 70.272 KB |" in printed
+    assert "| openai/gpt-oss-20b | 49,152 |  |  |" in printed
+    assert "| moonshotai/Kimi-Linear-48B-A3B-Instruct | 8,064 | 43,417,600 |" in printed
 
 
 def test_kv_waste(run: Run) -> None:

@@ -19,6 +19,7 @@ def dashboard() -> Dashboard:
             Row("Batch", _batch()),
             Row("Steps", _steps()),
             Row("KV cache", _cache()),
+            Row("Images", _images()),
             Row("Requests", _requests()),
             Row("Processes", _processes()),
             Row("Starts", _starts()),
@@ -201,12 +202,14 @@ def _cache() -> tuple[Panel, ...]:
             description="Tokens per second whose KV was handed over to other engines.",
             queries=(Query(q.total(q.rate(names.ENGINE_HANDOVER_TOKENS), q.POD), _POD),),
             unit=Unit.TOKENS_PER_SECOND,
+            width=6,
         ),
         Panel(
             title="KV handed over",
             description="Bytes per second of this KV.",
             queries=(Query(q.total(q.rate(names.ENGINE_HANDOVER_KV), q.POD), _POD),),
             unit=Unit.BYTES_PER_SECOND,
+            width=6,
         ),
         Panel(
             title="Placement",
@@ -215,8 +218,26 @@ def _cache() -> tuple[Panel, ...]:
             queries=(_by_result(names.QUEUE_PLACEMENTS),),
             unit=Unit.PER_SECOND,
             look=Look.STACKED,
+            width=6,
+        ),
+        Panel(
+            title="Cached tokens by placement",
+            description="Share of placed prompts' tokens that some engine had cached, as engines "
+            "tell (known); that the engine that took the request had, as it told (expected); and "
+            "that were found there (found).",
+            queries=tuple(
+                Query(q.ratio(_placed(kind), _placed("prompt")), kind)
+                for kind in ("known", "expected", "found")
+            ),
+            unit=Unit.SHARE,
+            width=6,
         ),
     )
+
+
+def _placed(kind: str) -> str:
+    """Tokens of placed prompts per second, of all gateways."""
+    return q.total(q.rate(names.GATEWAY_PLACEMENT_TOKENS, f'{q.label(names.KIND)}="{kind}"'))
 
 
 def _canary() -> tuple[Panel, ...]:
@@ -257,6 +278,32 @@ def _share_of(metric: names.Metric, result: str) -> str:
 def _by_result(metric: names.Metric) -> Query:
     result = q.label(names.RESULT)
     return Query(q.total(q.rate(metric), result), f"{{{{{result}}}}}")
+
+
+def _images() -> tuple[Panel, ...]:
+    return (
+        Panel(
+            title="Images",
+            description="Images per second that prompts began to read, by whether they were "
+            "encoded already (hit) or not (miss), and images that were encoded.",
+            queries=(
+                _by_result(names.ENGINE_ENCODER_CACHE_IMAGES),
+                Query(q.total(q.rate(names.ENGINE_ENCODER_IMAGES)), "encoded"),
+            ),
+            unit=Unit.PER_SECOND,
+        ),
+        Panel(
+            title="Time of images",
+            description="Seconds per second in which steps of each engine encoded images.",
+            queries=(Query(q.total(q.rate(names.ENGINE_ENCODER_TIME), q.POD), _POD),),
+        ),
+        Panel(
+            title="Image tokens",
+            description="Prompt tokens per second of the images that each engine encoded.",
+            queries=(Query(q.total(q.rate(names.ENGINE_ENCODER_TOKENS), q.POD), _POD),),
+            unit=Unit.TOKENS_PER_SECOND,
+        ),
+    )
 
 
 def _requests() -> tuple[Panel, ...]:

@@ -86,6 +86,8 @@ def _memory(found: dict[str, Any], weights: int | None) -> Iterator[Finding]:
     if (token := found["kv_bytes_per_token"]) is not None:
         whole = token * found["max_model_len"]
         parts.append(f"KV {_size(token)} a token, {_size(whole)} for a whole context")
+    if state := found["state_bytes_per_sequence"]:
+        parts.append(f"recurrent state {_size(state)} a sequence")
     if parts:
         yield ok("size", "; ".join(parts))
 

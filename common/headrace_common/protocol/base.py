@@ -93,10 +93,12 @@ class QueueLimits:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Candidate:
-    """An engine, and how many sequences it runs at once."""
+    """An engine, how many sequences it runs at once, and how many of the prompt's tokens it is
+    believed to have cached."""
 
     engine_id: str
     capacity: int
+    cached_tokens: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -42,6 +42,7 @@ class PayloadKind(StrEnum):
     BATCH_RESULT = "batch result"  # (batch, tenant, line)
     MODEL_FILES = "model files"  # (model)
     IMAGE = "image"  # (model, digest)
+    KV_EVENT = "kv event"  # (model, engine)
     CHECK = "check"  # ()
 
 

@@ -43,6 +43,7 @@ DEAD_LETTERS_KEPT = 10_000
 LEDGER_KEPT = 100_000
 LEDGER_TTL_MS = 7 * 86_400_000
 WAKEUPS_KEPT = 16
+KV_EVENTS_TTL_MS = 60_000
 
 
 def new_request_id(shard: int = DEFAULT_SHARD) -> str:
@@ -298,6 +299,11 @@ class ShardKeys:
         """String, an engine's msgpack EngineSnapshot, only in shard 0. Written while a gateway asks
         for it. Lives 15 s."""
         return f"ls:{self.tag}:{engine_id}"
+
+    def kv_events(self, engine_id: str) -> str:
+        """Stream {e: msgpack KVEvent}, only in shard 0: which KV blocks an engine has cached. The
+        first entry has all of them; at most MAX_EVENTS entries. Lives KV_EVENTS_TTL_MS, renewed."""
+        return f"kv:{self.tag}:{engine_id}"
 
     def adapter_report(self, engine_id: str) -> str:
         """String, an engine's msgpack AdapterReport, only in shard 0, if it takes work. Lives for

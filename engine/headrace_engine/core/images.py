@@ -1,6 +1,6 @@
 """Images of a prompt: where each one is, and what the vision tower reads of it."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -54,14 +54,3 @@ def place_images(
             shift += max(span.grid[1:]) // merge - span.length
         placed.append(PromptImage(span, pixels, position, shift))
     return tuple(placed)
-
-
-def image_keys(images: Sequence[PromptImage], begin: int, end: int) -> bytes:
-    """Tells the positions [begin, end) of a prompt from those with other images: their tokens are
-    the same. Empty without an image there."""
-    found = (image.span for image in images)
-    return b"".join(
-        span.digest + (span.start - begin).to_bytes(8, "little", signed=True)
-        for span in found
-        if span.start < end and span.end > begin
-    )

@@ -2,12 +2,12 @@
 
 from dataclasses import dataclass, field
 from enum import StrEnum
-from hashlib import blake2b, sha256
 from math import inf
 from typing import TYPE_CHECKING
 
 from headrace_common.sampling.params import SamplingParams
 from headrace_common.sampling.pooling import PoolingParams
+from headrace_common.wire.block_hashes import prefix_seed
 
 from .errors import IllegalTransition
 from .images import PromptImage
@@ -94,11 +94,8 @@ class EngineRequest:
 
     @property
     def prefix_seed(self) -> bytes:
-        """The seed of its block hashes: with another adapter, the same tokens have other KV."""
-        if self.lora is None:
-            return sha256(self.cache_salt).digest()
-        name = sha256(self.lora.encode()).digest()
-        return blake2b(self.cache_salt, digest_size=32, key=name).digest()
+        """The seed of its block hashes."""
+        return prefix_seed(self.cache_salt, self.lora)
 
 
 @dataclass(slots=True, eq=False, weakref_slot=True)

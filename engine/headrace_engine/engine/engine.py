@@ -9,6 +9,8 @@ from collections.abc import Callable, Container, Iterator
 from dataclasses import replace
 from typing import Protocol
 
+from headrace_common.wire.block_hashes import filter_bits
+
 from ..core.batch_snapshot import BatchSnapshot
 from ..core.config import EngineConfig, SleepLevel
 from ..core.images import ImageLimits
@@ -18,6 +20,7 @@ from ..core.pooler_config import PoolerConfig
 from ..core.request import EngineRequest, Sequence, SequenceView
 from ..core.stats import SchedulerStats
 from ..core.step_plan import NO_DRAFTS, PendingStep, SchedulerOutput, StepResult
+from ..kv_cache.cached_blocks import CachedBlocks
 from ..kv_cache.shared_kv_cache import SharedKVCache
 from ..scheduler.input_validation import Limits
 from ..scheduler.lora_stats import LoRAStats
@@ -195,6 +198,20 @@ class Engine:
         if self._speculator is not None and scheduler_output.scheduled:
             self._speculator.observe(scheduler_output, result)
         return result
+
+    def follow_cached_blocks(self) -> CachedBlocks | None:
+        """What follows the prefix caches of device and host from now on; None without prefix
+        caching. Call it before the first request. Any one thread may take its changes."""
+        scheduler = self._scheduler
+        if not scheduler.kv_cache.prefix_caching:
+            return None
+        pools, host = [scheduler.kv_cache.pool], scheduler.host_block_tables
+        if scheduler.prefix_tiers is not None and host is not None:
+            pools.append(host.pool)
+        cached = CachedBlocks(filter_bits(sum(pool.num_blocks for pool in pools)))
+        for pool in pools:
+            pool.cached = cached
+        return cached
 
     @property
     def shares_kv(self) -> bool:

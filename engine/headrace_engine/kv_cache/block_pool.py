@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator
 from itertools import islice
 
 from ..core.errors import ConfigError, OutOfBlocks
+from .cached_blocks import CachedBlocks
 
 
 class BlockPool:
@@ -23,13 +24,14 @@ class BlockPool:
     `hashes[block]` is the content hash of a full, computed block. It stays when the block is freed,
     until the block is allocated again. Callers may read `ref_counts` and `hashes`, but not write
     them. `on_evicted` is called with a cached block and its hash before the block gets another
-    content.
+    content. `cached` hears of every block that gets or loses a hash.
     """
 
     __slots__ = (
         "_by_hash",
         "_next",
         "_prev",
+        "cached",
         "hashes",
         "num_blocks",
         "num_cached",
@@ -51,6 +53,7 @@ class BlockPool:
         self.ref_counts = [0] * num_blocks
         self.hashes: list[bytes | None] = [None] * num_blocks
         self.on_evicted: Callable[[int, bytes], None] | None = None
+        self.cached: CachedBlocks | None = None
         self._by_hash: dict[bytes, int] = {}
         # Circular, with a sentinel at index num_blocks, so that the ends need no special cases.
         self._next: list[int] = [*range(1, num_blocks + 1), 0]
@@ -115,6 +118,8 @@ class BlockPool:
             return False
         self.hashes[block] = block_hash
         self._by_hash[block_hash] = block
+        if self.cached is not None:
+            self.cached.add(block_hash)
         return True
 
     def forget(self, block: int) -> None:
@@ -123,12 +128,16 @@ class BlockPool:
         if block_hash is not None:
             self.hashes[block] = None
             del self._by_hash[block_hash]
+            if self.cached is not None:
+                self.cached.remove(block_hash)
 
     def forget_all(self) -> None:
         """Removes every block from the prefix cache, before all contents are lost. None is used."""
         assert self.num_free == self.num_blocks, "blocks are in use"
-        for block in self._by_hash.values():
+        for block_hash, block in self._by_hash.items():
             self.hashes[block] = None
+            if self.cached is not None:
+                self.cached.remove(block_hash)
         self._by_hash.clear()
         self.num_cached = 0
 

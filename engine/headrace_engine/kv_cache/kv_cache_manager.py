@@ -18,11 +18,10 @@ repeat a later block of the same group and sequence, which attention may read bu
 The recurrent state of a sequence (see state_blocks) is in blocks of the same pool.
 """
 
-from array import array
 from collections.abc import Iterable
-from hashlib import sha256
 
-from ..core.images import image_keys
+from headrace_common.wire.block_hashes import block_hash
+
 from ..core.kv_cache_groups import KVGroups
 from ..core.request import Sequence
 from .block_pool import BlockPool
@@ -403,20 +402,14 @@ class KVCacheManager:
         return sum(1 for block in sequence.block_table[row:] if ref_counts[block] > 1)
 
     def block_hash(self, sequence: Sequence, index: int) -> bytes:
-        """SHA-256 of the previous block's hash (the first block: of the seed), the tokens, and the
-        images among them.
-
-        Collision-resistant, since a forged hit would give one user's context to another.
-        """
+        """The hash of the block `index` of the sequence's tokens, which must be full."""
         hashes, images = sequence.block_hashes, sequence.request.images
+        spans = [image.span for image in images] if images else ()
         while len(hashes) <= index:
             begin = len(hashes) * self.block_size
-            end = begin + self.block_size
-            content = array("q", sequence.token_ids[begin:end]).tobytes()
-            if images:
-                content += image_keys(images, begin, end)
             before = hashes[-1] if hashes else sequence.request.prefix_seed
-            hashes.append(sha256(before + content).digest())
+            end = begin + self.block_size
+            hashes.append(block_hash(before, sequence.token_ids, spans, begin, end))
         return hashes[index]
 
 

@@ -31,9 +31,9 @@ from .meta import load_on_meta
 class Description:
     """How an engine with default settings on this machine would serve a checkpoint.
 
-    `implementation` is native, transformers, or encoder (embeddings alone). `kv_bytes_per_token` is
-    known for native models. `tensors` is the number of stored tensors if each was found to have
-    its place in the model, with the shape that config.json asks for.
+    `implementation` is native, transformers, or encoder (embeddings alone). The bytes of KV and of
+    recurrent states are known for native models. `tensors` is the number of stored tensors if each
+    was found to have its place in the model, with the shape that config.json asks for.
     """
 
     architecture: str
@@ -43,6 +43,7 @@ class Description:
     quantization: str | None = None
     max_model_len: int | None = None
     kv_bytes_per_token: int | None = None
+    state_bytes_per_sequence: int = 0
     tensors: int | None = None
     note: str = ""
 
@@ -109,7 +110,7 @@ def _with_state(found: Description, checkpoint: Checkpoint, dtype: torch.dtype) 
         implementation="native",
         max_model_len=family.context(None),
         kv_bytes_per_token=kv * dtype.itemsize,
-        note=f"each sequence has a recurrent state of {state} bytes",
+        state_bytes_per_sequence=state,
     )
 
 

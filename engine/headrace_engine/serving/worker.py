@@ -19,6 +19,7 @@ from headrace_common.errors import BackendUnavailable
 from headrace_common.observability.metrics_server import Page
 from headrace_common.observability.telemetry import Telemetry
 from headrace_common.protocol.base import EngineQueue, EngineStatus, Lease
+from headrace_common.protocol.kv_events import KVEventWriter
 from headrace_common.protocol.kv_roles import KVRole
 from headrace_common.protocol.live import SnapshotWriter
 from headrace_common.structured.grammar_checks import CheckBounds, GrammarChecks
@@ -39,6 +40,7 @@ from .debug_pages import DebugPages
 from .grammar_compilation import GrammarCompilation
 from .hand_over import HandOver
 from .image_reading import ImageReading
+from .kv_event_reporter import KVEventReporter
 from .memory_guard import MemoryGuard
 from .metrics import EngineMetrics
 from .model_registration import ModelRegistration
@@ -121,6 +123,7 @@ class Worker:
         turns: TurnTaking | None = None,
         phases: StartPhases | None = None,
         image_reader: ImageReader | None = None,
+        kv_events: KVEventWriter | None = None,
     ) -> None:
         self._config = config
         self._queue = queue
@@ -185,6 +188,7 @@ class Worker:
                 self._loop, self._steps, self._tracker.by_engine_key, snapshots, config.block_size
             )
         )
+        self._kv_events = self._make_kv_events(engine, kv_events)
         self._event_loop = asyncio.get_running_loop()
         telemetry.set_pages(self._pages(engine))
         self._failure: asyncio.Future[None] = self._event_loop.create_future()
@@ -204,6 +208,14 @@ class Worker:
             kv_bytes_per_token=self._config.kv_bytes_per_token,
             on_error=self._on_failure,
         )
+
+    def _make_kv_events(
+        self, engine: Engine, writer: KVEventWriter | None
+    ) -> KVEventReporter | None:
+        cached = None if writer is None else engine.follow_cached_blocks()
+        if writer is None or cached is None:
+            return None
+        return KVEventReporter(cached, writer, self._config.block_size)
 
     def _pages(self, engine: Engine) -> Mapping[str, Page]:
         """What the metrics port shows and does beyond metrics and health."""
@@ -284,6 +296,8 @@ class Worker:
             services.append(take_turns)
         if self._hand_over is not None:
             services.append(self._hand_over.keep)
+        if self._kv_events is not None:
+            services.append(self._kv_events.keep)
         tasks = [asyncio.create_task(service()) for service in services]
         try:
             await self._while_tasks_run(self._work(), *tasks)
@@ -354,6 +368,8 @@ class Worker:
         tokens = sum(map(self._tracker.on_output, outputs))
         if self._hand_over is not None:
             self._hand_over.move()
+        if self._kv_events is not None:
+            self._kv_events.notify()
         if seconds is not None:
             self._steps.add(stats, seconds, time.time(), tokens)
         self._throughput.add(tokens, time.monotonic())

@@ -40,6 +40,7 @@ from ..generation.resumable_response import ResumableRequests
 from ..generation.scoring import RerankRequest, ScoreRequest
 from ..images.fetching import Fetcher
 from ..images.intake import ImageIntake, ImageLimits
+from ..images.uploads import UploadedImages
 from ..limits.api_keys import KeyFile
 from ..limits.connections import most_connections, tenant_share
 from ..limits.rate_limits import RateLimits
@@ -145,7 +146,8 @@ class AppDependencies:
     every request needs one; `usage` counts what keys with limits use. Without `durable` a request
     lives no longer than its connection; without `storage` there are no files and no batches,
     without `live` consoles see engines' heartbeats only, and without `adapter_control` adapters do
-    not change. Requests' times are of `clock`.
+    not change. `placed_tokens` are counted by model and kind, if requests are placed. Requests'
+    times are of `clock`.
     """
 
     served: Models
@@ -163,6 +165,7 @@ class AppDependencies:
     history: RequestHistory | None = None
     shared_requests: SharedRequests | None = None
     adapter_control: AdapterControl | None = None
+    placed_tokens: Mapping[tuple[str, str], int] | None = None
     clock: RedisClock = field(default_factory=RedisClock)
 
 
@@ -178,7 +181,7 @@ def create_app(settings: GatewaySettings, deps: AppDependencies) -> FastAPI:
             _observe(metrics, deps, stores)
             grammars = _grammars(settings, deps, metrics)
             rendering = Rendering()
-            images = _images(settings)
+            images = _images(settings, deps.storage, metrics)
             services = _services(
                 settings, deps, executor, metrics, grammars, rendering, images, stores, page
             )
@@ -190,7 +193,9 @@ def create_app(settings: GatewaySettings, deps: AppDependencies) -> FastAPI:
                 leader = BatchLeader(
                     context, services.pipeline.drain, running=settings.max_running_batches
                 )
-                batch_service = make_batch_service(deps.storage, settings, stores, leader.wake)
+                batch_service = make_batch_service(
+                    deps.storage, settings, images, stores, leader.wake
+                )
                 services = replace(services, batch_service=batch_service)
                 leader.start()
             app.state.services = services
@@ -345,7 +350,9 @@ def _services(
     )
 
 
-def _images(settings: GatewaySettings) -> ImageIntake:
+def _images(
+    settings: GatewaySettings, storage: Storage | None, metrics: GatewayMetrics
+) -> ImageIntake:
     return ImageIntake(
         ImageLimits(
             images=settings.max_images,
@@ -355,6 +362,8 @@ def _images(settings: GatewaySettings) -> ImageIntake:
             workers=settings.image_workers,
         ),
         Fetcher(settings.allowed_media_domains, int(settings.max_image_bytes)),
+        UploadedImages(None if storage is None else storage.files),
+        metrics.image_read,
     )
 
 
@@ -403,6 +412,8 @@ def _observe(metrics: GatewayMetrics, deps: AppDependencies, stores: TenantStore
     if deps.telemetry.measuring:
         loop = asyncio.get_running_loop()
         metrics.observe_queue(QueueScrapeCache(deps.queue, deps.served, loop))
+        if deps.placed_tokens is not None:
+            metrics.observe_placement(deps.placed_tokens)
         if deps.storage is not None:
             metrics.observe_batches(BatchScrapeCache(deps.storage.batches, loop, deps.clock.now))
         keys = deps.keys

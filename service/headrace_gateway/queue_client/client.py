@@ -13,7 +13,7 @@ from collections import Counter, OrderedDict
 from collections.abc import Awaitable, Callable, Coroutine
 from contextlib import aclosing
 from dataclasses import replace
-from typing import Any
+from typing import Any, Protocol
 
 from headrace_common.errors import BackendUnavailable, FailureCode, HeadraceError, RequestConflict
 from headrace_common.protocol.base import (
@@ -46,16 +46,27 @@ logger = logging.getLogger(__name__)
 
 CALM = 0.002  # Seconds. If frames are further apart, they need not be handled together.
 
-Place = Callable[[GenerateRequest], Awaitable[Placement | None]]
 CountShards = Callable[[str], Awaitable[int]]
 ChooseSide = Callable[[GenerateRequest], Awaitable[str]]
+
+
+class Placer(Protocol):
+    """Says which engines suit a request best."""
+
+    async def place(self, request: GenerateRequest) -> Placement | None:
+        """The request's placement; None: any engine may take it."""
+
+    def taken(
+        self, request: GenerateRequest, placement: Placement, engine_id: str, cached_tokens: int
+    ) -> None:
+        """Hears which engine ran a placed request first, and how much of it that had cached."""
 
 
 class GenerationClient:
     """Submits requests and follows them to their end, in spite of failures on the way.
 
-    `clock` gives Unix seconds, for deadlines; `monotonic` seconds, for waiting. `place` says which
-    engines suit a request best; without it any engine may take it. `shards` says how many shards a
+    `clock` gives Unix seconds, for deadlines; `monotonic` seconds, for waiting. `placer` places
+    requests; without it any engine may take them. `shards` says how many shards a
     model's queue has, each with its part of `limits`; without it one. `side` says which side of
     engines a request is for during a canary; without it the stable one. `history` notes what
     becomes of requests. Use from one event loop.
@@ -67,14 +78,14 @@ class GenerationClient:
         limits: QueueLimits,
         clock: Callable[[], float] = time.time,
         config: ClientConfig | None = None,
-        place: Place | None = None,
+        placer: Placer | None = None,
         shards: CountShards | None = None,
         side: ChooseSide | None = None,
         monotonic: Callable[[], float] = time.monotonic,
         history: RequestHistory | None = None,
     ) -> None:
         self.queue = queue
-        self._place = place
+        self._placer = placer
         self._history = history
         self._shards = shards
         self._side = side
@@ -106,6 +117,7 @@ class GenerationClient:
             self._count,
             self._leave,
             self._note_given,
+            self._taken,
         )
         self._tasks: list[asyncio.Task[None]] = []
         self._background: set[asyncio.Task[None]] = set()
@@ -160,11 +172,11 @@ class GenerationClient:
         """
         if self._side is not None:
             request = replace(request, variant=await self._side(request))
-        placement = None if self._place is None else await self._place(request)
+        placement = None if self._placer is None else await self._placer.place(request)
         shards = 1 if self._shards is None else await self._shards(request.model)
         if request.request_id in self._active:
             raise RequestConflict(f"request {request.request_id} is in flight here already")
-        generation = Generation(request, self._callbacks, self._now())
+        generation = Generation(request, self._callbacks, self._now(), placement)
         if self._history is not None:
             generation.timeline = self._history.begin(request, generation.arbiter)
         self._late.begun(request.request_id)
@@ -431,6 +443,10 @@ class GenerationClient:
         if again and not self._late.has_left(reply.request_id):
             # Redis may have lost the end of the request, which then ends once more.
             self._in_background(self._write_given(reply.request_id))
+
+    def _taken(self, generation: Generation, engine_id: str, cached_tokens: int) -> None:
+        if self._placer is not None and generation.placement is not None:
+            self._placer.taken(generation.request, generation.placement, engine_id, cached_tokens)
 
     def _count(self, reason: str) -> None:
         self.ignored[reason] += 1

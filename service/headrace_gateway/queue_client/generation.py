@@ -13,7 +13,7 @@ from typing import Self
 
 from headrace_common.errors import FailureCode, RequestFailed
 from headrace_common.protocol.arbiter import Action, Arbiter, Deliver, Fail, Ignore, Lost, Send
-from headrace_common.protocol.base import Outcome
+from headrace_common.protocol.base import Outcome, Placement
 from headrace_common.wire.messages import (
     ChoiceState,
     Control,
@@ -43,6 +43,7 @@ class GenerationCallbacks:
     ignored: Callable[[str], None]
     left: Callable[[str], None]
     given: Callable[["Generation"], None]  # the client was given other tokens than engines count
+    taken: Callable[["Generation", str, int], None]  # its first engine, with the cached tokens
 
 
 class Generation:
@@ -53,15 +54,20 @@ class Generation:
     cancel() does.
 
     `timeline` notes what happens for consoles. `holder` is another gateway, whose replies this
-    generation reads: that gateway answers the engines.
+    generation reads: that gateway answers the engines. `placement` is how it was queued.
     """
 
     def __init__(
-        self, request: GenerateRequest, callbacks: GenerationCallbacks, now: float
+        self,
+        request: GenerateRequest,
+        callbacks: GenerationCallbacks,
+        now: float,
+        placement: Placement | None = None,
     ) -> None:
         self.request = request
         self.arbiter = Arbiter(request.request_id, request.sampling.n)
         self.heard_at = now  # monotonic seconds of an engine's last message about it
+        self.placement = placement
         self.holder: str | None = None
         self.timeline: Timeline | None = None
         self._callbacks = callbacks
@@ -216,7 +222,10 @@ class Generation:
             self.heard_at = now
             self._deliver(delta)
             return
+        is_first = not self.started
         actions = self.arbiter.handle(engine_id, reply)
+        if is_first and self.started and type(reply) is Tokens and reply.attempt == 1:
+            self._callbacks.taken(self, engine_id, reply.cached_tokens)
         if not any(isinstance(action, Ignore) for action in actions):
             self.heard_at = now
         if self.timeline is not None:

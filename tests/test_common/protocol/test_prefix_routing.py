@@ -18,7 +18,12 @@ from headrace_common.protocol.base import (
     Placement,
     QueueLimits,
 )
-from headrace_common.protocol.prefix_routing import placement_of, prefix_key, ranked
+from headrace_common.protocol.prefix_routing import (
+    MAX_CANDIDATES,
+    placement_of,
+    prefix_key,
+    ranked,
+)
 from headrace_common.wire.messages import GenerateRequest
 from headrace_testing.backends import MODEL, Backend, OverRedis, make_request, make_status
 from headrace_testing.memory_queue.backend import MemoryBackend
@@ -262,6 +267,32 @@ def test_prompts_with_the_same_beginning_prefer_the_same_engines() -> None:
     for state in ({"draining": True}, {"sleep_level": 1}):
         one = [engines[0], replace(engines[1], **state)]
         assert placement_of(request, one, **options) is None  # type: ignore[arg-type]
+
+
+def test_the_engines_with_most_of_a_prompt_come_first() -> None:
+    engines = [make_status(f"e{number}") for number in range(12)]
+    request = make_request(prompt=tuple(range(4000)))
+    options = {"prefix_tokens": 128, "load_factor": 1.25, "hold_ms": 100}
+
+    def order(cached: dict[str, int], prompt: GenerateRequest = request) -> list[str]:
+        placement = placement_of(prompt, engines, cached=cached, **options)  # type: ignore[arg-type]
+        assert placement is not None
+        assert {c.cached_tokens for c in placement.candidates} <= {0, *cached.values()}
+        return [candidate.engine_id for candidate in placement.candidates]
+
+    alone = order({})
+    assert len(alone) == MAX_CANDIDATES
+    deep = {"e3": 2000, "e7": 3008, "e1": 128}
+    rest = [name for name in alone if name not in deep]
+    assert order(deep)[:3] == ["e7", "e3", "e1"]
+    assert order(deep)[3:] == rest[: MAX_CANDIDATES - 3], "as if nothing were known"
+    assert order(dict.fromkeys(deep, 112)) == alone, "what many prompts begin with"
+    same = dict.fromkeys(("e3", "e7", "e1"), 2000)
+    firsts = Counter(
+        order(same, replace(request, prompt_token_ids=(*range(2000), *[turn] * 300)))[0]
+        for turn in range(60)
+    )
+    assert set(firsts) == set(same) and min(firsts.values()) > 5, "spread by what follows"
 
 
 def test_an_engine_that_goes_moves_its_own_prompts_only() -> None:

@@ -83,6 +83,7 @@ class HandEngine(ScriptedEngine):
             ignored=lambda _: None,
             left=lambda _: None,
             given=lambda _: None,
+            taken=lambda *_: None,
         )
         generation = Generation(request, callbacks, 0.0)
         self.generations.append(generation)

@@ -76,6 +76,7 @@ KEYS = (
     KeyRule("en", KeyScope.SHARD, _ALL),
     KeyRule("ep", KeyScope.IN_SHARD, _ALL),
     KeyRule("ls", KeyScope.IN_SHARD, _QUEUE),
+    KeyRule("kv", KeyScope.IN_SHARD, _QUEUE),
     KeyRule("ar", KeyScope.IN_SHARD, _ALL),
     KeyRule("cy", KeyScope.SHARD, _ALL),
     KeyRule("sd", KeyScope.NOWHERE, (GATEWAY, OPERATOR)),
