@@ -167,7 +167,7 @@ def test_an_event_that_is_too_large_is_refused() -> None:
 
 
 def test_a_filter_grows_with_the_cache_up_to_a_bound() -> None:
-    sizes = {1: MIN_BITS, 32: 10, 33: 11, 4096: 17, 32768: 20, 10**6: MAX_BITS}
+    sizes = {1: MIN_BITS, 8: 10, 9: 11, 4096: 19, 8192: 20, 10**6: MAX_BITS}
     assert {blocks: filter_bits(blocks) for blocks in sizes} == sizes
     assert block_position(b"\xff" * 32, MAX_BITS) == 2**MAX_BITS - 1
     assert block_position(b"\0\1" + bytes(30), 16) == 1
