@@ -53,6 +53,7 @@ def vllm(options: argparse.Namespace) -> Run:
         max_model_len=options.max_model_len,
         enable_prefix_caching=False,
         skip_tokenizer_init=True,
+        enforce_eager=options.eager,
         seed=0,
     )
 
@@ -130,6 +131,7 @@ def main() -> None:
     parser.add_argument("--threads", type=int, required=True)
     parser.add_argument("--max-model-len", type=int, default=1024)
     parser.add_argument("--kv-cache-bytes", type=int, default=2**31)
+    parser.add_argument("--eager", action="store_true")
     parser.add_argument("--everything", action="store_true")
     serve(parser.parse_args())
 

@@ -47,11 +47,13 @@ class Engine:
     venv: str | None
     weights: str = "bf16"
     suffix: str = ""  # of the model's file, if it is not the checkpoint
+    compiles: bool = True  # only vLLM may not
 
 
 HEADRACE = Engine("headrace", "headrace", None)
 HEADRACE_INT8 = Engine("headrace-int8", "headrace", None, weights="int8")
 VLLM = Engine("vllm-tuned", "vllm", "vllm")
+VLLM_EAGER = Engine("vllm-eager", "vllm", "vllm", compiles=False)
 LLAMA_BF16 = Engine("llama.cpp-bf16", "llama.cpp", "lcpp", suffix="-bf16.gguf")
 LLAMA_Q8 = Engine("llama.cpp-q8_0", "llama.cpp", "lcpp", suffix="-q8_0.gguf")
 LLAMA_Q4 = Engine("llama.cpp-q4_k_m", "llama.cpp", "lcpp", suffix="-q4_k_m.gguf")
@@ -93,6 +95,8 @@ WORKLOADS = (
     Workload("small-1-q4_k_m", "small", "single", 1, (HEADRACE_Q4, LLAMA_Q4)),
     Workload("half-1-q4_k_m", "half", "single", 1, (HEADRACE_Q4, LLAMA_Q4)),
     Workload("small-long", "small", "long", LONG_COUNT, (HEADRACE, VLLM)),
+    Workload("latent-16", "latent", "batch", 16, (HEADRACE, VLLM, VLLM_EAGER)),
+    Workload("recurrent-16", "recurrent", "batch", 16, (HEADRACE, VLLM, VLLM_EAGER)),
 )
 HTTP = "http-32"  # the servers, see peer_servers.py
 
@@ -124,6 +128,10 @@ class Result:
         return statistics.median(self.rates)
 
 
+class EngineEndedError(Exception):
+    """An engine's process has ended, for example since it does not know the model."""
+
+
 class Contestant:
     """An engine's process and the processes that it starts; stopped while others have their turn.
 
@@ -139,6 +147,7 @@ class Contestant:
         command = [str(python), "-P", str(CHILD), engine.child, "--model", str(model)]
         command += ["--weights", engine.weights, "--threads", str(options.threads)]
         command += ["--max-model-len", str(workload.max_model_len)]
+        command += [] if engine.compiles else ["--eager"]
         self._begun = time.perf_counter()
         self._process = subprocess.Popen(
             command,
@@ -152,7 +161,7 @@ class Contestant:
         )
 
     def prepare(self) -> None:
-        """Waits until the engine is ready, then stops it until its turn."""
+        """Waits until the engine is ready, then stops it. Raises EngineEndedError."""
         self._answer()
         self.result.startup_s = time.perf_counter() - self._begun
         self._signal(signal.SIGSTOP)
@@ -193,7 +202,7 @@ class Contestant:
     def _answer(self) -> dict[str, Any]:
         line = _pipe(self._process.stdout).readline()
         if not line:
-            raise SystemExit(
+            raise EngineEndedError(
                 f"{self.result.workload}: {self.result.engine} ended with "
                 f"{self._process.wait()}; --verbose shows its output"
             )
@@ -287,14 +296,21 @@ def compete(
     if not present or present[0].child != "headrace":
         return [], list(reasons.values())
     contestants: list[Contestant] = []
+    ready: list[Contestant] = []
     try:
         for engine in present:
             with lengthened(_model(engine, workload, options.peers), workload, scratch) as model:
                 with peer_servers.uninterrupted():
                     contestants.append(Contestant(engine, workload, model, options))
-                contestants[-1].prepare()
+                try:
+                    contestants[-1].prepare()
+                    ready.append(contestants[-1])
+                except EngineEndedError as error:
+                    if engine.child == "headrace":
+                        raise SystemExit(str(error)) from error
+                    reasons[engine.name] = str(error)
         for number in range(options.rounds):
-            for contestant in contestants:
+            for contestant in ready:
                 rate = contestant.turn(number)
                 print(
                     f"{workload.name:14}round {number + 1}/{options.rounds}  "
@@ -304,7 +320,7 @@ def compete(
     finally:
         for contestant in contestants:
             contestant.close()
-    return [contestant.result for contestant in contestants], list(reasons.values())
+    return [contestant.result for contestant in ready], list(reasons.values())
 
 
 def ratios(results: Sequence[Result]) -> dict[str, float]:

@@ -1,8 +1,7 @@
-"""The demo model in plain torch, shaped like Llama, and the optimizer that trains it."""
+"""The demo model in plain torch, shaped like Llama."""
 
 import json
 import math
-from collections import defaultdict
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -13,6 +12,7 @@ from torch import nn
 from torch.nn import functional
 
 from batches import Batch
+from optimizer import Optimizer
 from tokens import CONTEXT, VOCABULARY
 
 HIDDEN, LAYERS, INNER = 256, 7, 512
@@ -94,69 +94,13 @@ class Llama(nn.Module):
         return functional.cross_entropy(self.logits(batch), batch.labels)
 
 
-class Optimizer:
-    """Muon for the weight matrices of the layers, Adam for embedding and norms.
-
-    Muon (Jordan et al., 2024) makes the singular values of an update nearly equal. The
-    optimizer keeps float32 weights; the model has a copy in its own type.
-    """
-
-    def __init__(self, model: Llama, weight_decay: float) -> None:
-        matrices: list[nn.Parameter] = []
-        others: list[nn.Parameter] = []
-        for name, weight in model.named_parameters():
-            (matrices if "layers" in name and weight.ndim == 2 else others).append(weight)
-        self._weight_decay = weight_decay
-        self._matrices, self._others = matrices, others
-        self._matrix_masters = [weight.detach().float().clone() for weight in matrices]
-        self._other_masters = [weight.detach().float().clone() for weight in others]
-        self._momenta = [torch.zeros_like(weight) for weight in self._matrix_masters]
-        self._means = [torch.zeros_like(weight) for weight in self._other_masters]
-        self._squares = [torch.zeros_like(weight) for weight in self._other_masters]
-        self._steps = 0
-
-    def step(self, rate: float) -> None:
-        """Change the weights by their gradients, and clear the gradients."""
-        self._steps += 1
-        self._step_matrices(rate)
-        self._step_others(rate)
-        for weight in (*self._matrices, *self._others):
-            weight.grad = None
-
-    @torch.no_grad()
-    def _step_matrices(self, rate: float) -> None:
-        gradients = _gradients(self._matrices)
-        torch._foreach_lerp_(self._momenta, gradients, 0.05)
-        torch._foreach_lerp_(gradients, self._momenta, 0.95)
-        pieces = [piece for each in gradients for piece in _pieces(each)]
-        places = [piece for each in self._matrix_masters for piece in _pieces(each)]
-        groups: dict[tuple[int, ...], list[int]] = defaultdict(list)
-        for at, piece in enumerate(pieces):
-            groups[tuple(piece.shape)].append(at)
-        torch._foreach_mul_(self._matrix_masters, 1 - rate * self._weight_decay)
-        for shape, found in groups.items():
-            updates = _orthogonal(torch.stack([pieces[at] for at in found]))
-            size = -rate * 0.2 * math.sqrt(max(shape))
-            torch._foreach_add_([places[at] for at in found], list(updates.float()), alpha=size)
-        torch._foreach_copy_(list(self._matrices), self._matrix_masters)
-
-    @torch.no_grad()
-    def _step_others(self, rate: float) -> None:
-        first, second = 0.9, 0.98
-        gradients = _gradients(self._others)
-        torch._foreach_lerp_(self._means, gradients, 1 - first)
-        torch._foreach_mul_(self._squares, second)
-        torch._foreach_addcmul_(self._squares, gradients, gradients, 1 - second)
-        roots = torch._foreach_sqrt(self._squares)
-        torch._foreach_div_(roots, math.sqrt(1 - second**self._steps))
-        torch._foreach_add_(roots, 1e-8)
-        size = -rate / (1 - first**self._steps)
-        torch._foreach_addcdiv_(self._other_masters, self._means, roots, size)
-        torch._foreach_copy_(list(self._others), self._other_masters)
-
-
-def _gradients(weights: Sequence[nn.Parameter]) -> list[torch.Tensor]:
-    return [weight.grad.float() for weight in weights if weight.grad is not None]
+def optimizer(model: Llama, weight_decay: float) -> Optimizer:
+    """The optimizer of all weights: Muon for the matrices of the layers."""
+    matrices: list[nn.Parameter] = []
+    others: list[nn.Parameter] = []
+    for name, weight in model.named_parameters():
+        (matrices if "layers" in name and weight.ndim == 2 else others).append(weight)
+    return Optimizer(matrices, others, weight_decay, _pieces)
 
 
 def _pieces(matrix: torch.Tensor) -> Sequence[torch.Tensor]:
@@ -166,19 +110,6 @@ def _pieces(matrix: torch.Tensor) -> Sequence[torch.Tensor]:
     if matrix.shape[0] == 2 * INNER:
         return matrix.split_with_sizes([INNER, INNER])
     return [matrix]
-
-
-def _orthogonal(matrices: torch.Tensor) -> torch.Tensor:
-    """Matrices [count, rows, columns] with singular values near 1, by five Newton-Schulz steps."""
-    tall = matrices.shape[1] > matrices.shape[2]
-    x: torch.Tensor = matrices.bfloat16()
-    x = x.mT if tall else x
-    x = x / (x.norm(dim=(1, 2), keepdim=True) + 1e-7)
-    for _ in range(5):
-        square = x @ x.mT
-        x = 3.4445 * x + (-4.7750 * square + 2.0315 * square @ square) @ x
-    result: torch.Tensor = x.mT if tall else x
-    return result
 
 
 def save(model: Llama, folder: Path, tokenizer: Path, chat_template: str) -> None:

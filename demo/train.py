@@ -21,7 +21,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel  # noqa: E402
 
 from batches import Batch, Batches, batch_of, width_of  # noqa: E402
 from dialogues import AGENT_KINDS, generate  # noqa: E402
-from llama import Llama, Optimizer, save  # noqa: E402
+from llama import Llama, optimizer, save  # noqa: E402
 from tokens import FILE, encode  # noqa: E402
 
 SEED = 20
@@ -77,7 +77,7 @@ def train(
     model: Llama, batches: Batches, unseen: Unseen, device: torch.device, ends: float, out: Path
 ) -> None:
     """Train until the time `ends`. The learning rate rises, then falls linearly to zero."""
-    optimizer = Optimizer(model, WEIGHT_DECAY)
+    steps = optimizer(model, WEIGHT_DECAY)
     begun = reported = saved = time.monotonic()
     step = tokens = 0
     while (now := time.monotonic()) < ends:
@@ -85,7 +85,7 @@ def train(
         batch = batches.next().to(device)
         loss = model.loss(batch)
         torch.autograd.backward(loss)
-        optimizer.step(LEARNING_RATE * min(1.0, (step + 1) / WARM_UP_STEPS) * left)
+        steps.step(LEARNING_RATE * min(1.0, (step + 1) / WARM_UP_STEPS) * left)
         tokens += batch.ids.numel()
         step += 1
         if step % 20 == 0 or device.type == "cpu":

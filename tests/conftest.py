@@ -3,6 +3,7 @@
 import gc
 import os
 import signal
+import sys
 import tempfile
 from collections import Counter
 from collections.abc import Generator
@@ -19,9 +20,10 @@ CERTIFICATE = "-----BEGIN CERTIFICATE-----"
 # visit them again and again.
 gc.disable()
 
+# Set before anything imports torch. Its threads that wait give up the core at once, and processes
+# that share the cores have one thread each.
+os.environ.setdefault("GOMP_SPINCOUNT", "0")
 if "PYTEST_XDIST_WORKER" in os.environ:
-    # Workers share the cores: torch's threads would wait for each other most of the time. Set here,
-    # before anything imports torch.
     os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 
@@ -45,6 +47,19 @@ def pytest_collection() -> Generator[None, object, object]:
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     items.sort(key=lambda item: distribution.place(item.path))
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_protocol() -> Generator[None, object, object]:
+    """Gives torch back its number of threads, which an engine of the test may have set. With two
+    threads in each worker, later tests would wait for each other's."""
+    torch = sys.modules.get("torch")
+    before = torch.get_num_threads() if torch else None
+    try:
+        return (yield)
+    finally:
+        if torch and torch.get_num_threads() != before:
+            torch.set_num_threads(before)
 
 
 @pytest.hookimpl(optionalhook=True)

@@ -101,6 +101,13 @@ def test_sharing(run: Run, model: str) -> None:
     assert len(printed.splitlines()) > 3
 
 
+def test_images(run: Run) -> None:
+    few = ["--tiny", "--requests", "4", "--rounds", "1", "--text-rounds", "1", "--side", "40"]
+    rows = [line.split(" | ") for line in run("images", *few).splitlines() if " | " in line]
+    assert [row[2:4] for row in rows[2:4]] == [["1", "1"], ["4", "4"]], "decoded and encoded"
+    assert len(rows) == 4 + 4
+
+
 def test_tiers(run: Run, model: str, tmp_path: Path) -> None:
     few = ["--turns", "2", "--rounds", "2", "--requests", "2", "--prompt-tokens", "40"]
     printed = run("tiers", "--model", model, *few, "--folder", str(tmp_path)).splitlines()

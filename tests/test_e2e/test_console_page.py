@@ -169,6 +169,22 @@ def test_a_chat_is_copied_as_code_without_the_key(console: Console, up: UpProces
     assert "OpenAI" in compiled.co_names
 
 
+def test_a_model_that_reads_text_only_is_offered_no_pictures(console: Console) -> None:
+    page = console.page
+    console.open()
+    expect(page.locator("#add-picture")).to_be_hidden()
+    page.locator("#conversation").evaluate(
+        """element => {
+            const dataTransfer = new DataTransfer();
+            dataTransfer.items.add(new File(["x"], "x.png", { type: "image/png" }));
+            const options = { dataTransfer, bubbles: true, cancelable: true };
+            element.dispatchEvent(new DragEvent("drop", options));
+        }"""
+    )
+    expect(page.locator("#toast")).to_have_text(f"{MODEL} reads text only.")
+    expect(page.locator("#pictures")).to_be_hidden()
+
+
 def test_a_field_that_is_not_json_is_refused_before_anything_is_sent(console: Console) -> None:
     console.open()
     console.set(tools="[")

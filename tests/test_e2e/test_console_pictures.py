@@ -7,22 +7,26 @@ equals that of an undisturbed stream.
 import base64
 import io
 import os
+import random
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, Literal, cast
 
 import pytest
 from PIL import Image
 from playwright.sync_api import Browser, Page, ViewportSize, expect
 
+from drawings import Group, draw_number, draw_shapes
 from headrace_testing.browser import TIMEOUT_MS, WatchedPage, chromium
 from headrace_testing.console import STORY, UP_FLAGS, Console, undisturbed, until_calm
 from headrace_testing.headrace_up import UpProcess
+from headrace_testing.readme import ROOT
 
 FOLDER = os.environ.get("CONSOLE_PICTURES")
 SIZE: ViewportSize = {"width": 1280, "height": 800}
 # The animation: its two pages, one above the other.
+PICTURE: ViewportSize = {"width": 1280, "height": 900}
 CHAT: ViewportSize = {"width": 1220, "height": 500}
 LIVE: ViewportSize = {"width": 1220, "height": 540}
 WIDTH, GAP = 900, 8
@@ -31,6 +35,8 @@ FRAMES_A_SECOND = 5
 LAST_FRAME_MS = 4000
 MAX_BYTES = 2_000_000
 SEED = 5
+VISION = "demo-vision"
+SCENE = (Group(2, "red", "circle"), Group(1, "blue", "square"))
 # Requests that run beside the chat, so that its stream takes some seconds.
 LOAD = 32
 TOKENS = 240
@@ -91,6 +97,33 @@ def test_views(browser: Browser, up: UpProcess, folder: Path, scheme: str) -> No
     expect(page.locator("#request-rows tr").nth(20)).to_be_visible(timeout=TIMEOUT_MS)
     take("requests")
     until_calm(up.url)
+    watched.close()
+    assert watched.faults == []
+
+
+@pytest.mark.trained
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_picture(
+    browser: Browser, tmp_path: Path, folder: Path, scheme: Literal["light", "dark"]
+) -> None:
+    watched = WatchedPage(browser, viewport=PICTURE, color_scheme=scheme)
+    page = watched.page
+    with UpProcess(tmp_path, "--model", str(ROOT / "build" / VISION)) as up:
+        up.until_served(VISION)
+        console = Console(page, up.url, VISION)
+        console.open()
+        console.set(temperature=0)
+        for name, asked, picture in (
+            ("shapes.png", "What do you see?", draw_shapes(random.Random(SEED), SCENE)),
+            ("number.png", "Which number is this?", draw_number(random.Random(SEED), "407")),
+        ):
+            file = io.BytesIO()
+            picture.image.save(file, "PNG")
+            given: Any = {"name": name, "mimeType": "image/png", "buffer": file.getvalue()}
+            page.set_input_files("#picture-file", given)
+            expect(page.locator("#pictures img")).to_be_visible()
+            assert console.ask(asked) == f"I see {picture}."
+        page.screenshot(path=folder / f"picture-{scheme}.png")
     watched.close()
     assert watched.faults == []
 

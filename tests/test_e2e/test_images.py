@@ -1,17 +1,22 @@
-"""Images from the official client to the engine: greedy tokens equal transformers', one picture is
-encoded once, and an answer about a picture survives its engine."""
+"""Images from the official client to the engine: greedy tokens and vectors equal transformers', one
+picture is encoded once, and an answer about a picture survives its engine."""
 
 import asyncio
 import base64
 import io
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
+import torch
 from openai import AsyncOpenAI
 from PIL import Image
+from torch.nn.functional import normalize
 
+from headrace_testing.dual_encoders import Input, features, save_dual_encoder
 from headrace_testing.image_prompts import ImagePrompts, Prompt, noise, save_chat_model
 from headrace_testing.processes import Starter, frozen, until
 from headrace_testing.stack import MODEL, Stack
@@ -112,3 +117,60 @@ async def test_answers_about_a_picture_survive_their_engine(
         await asyncio.gather(*reading)
     for answer in answers:
         answer.check(300)
+
+
+@contextmanager
+def embedding(model: Path, folder: Path, start: Starter) -> Iterator[Stack]:
+    """An engine that embeds, and a gateway."""
+    stack = Stack(model, folder, start=start)
+    try:
+        stack.add_engine("--task", "embed")
+        stack.add_gateway()
+        stack.await_engines(1)
+        yield stack
+        until(stack.queue_is_empty, "the queue to be empty")
+    finally:
+        stack.close()
+
+
+def test_vectors_of_pictures_are_stored(
+    model: Path, prompts: ImagePrompts, tmp_path: Path, start: Starter
+) -> None:
+    picture = noise(40, 32, 4)
+    content = [
+        {"type": "image_url", "image_url": {"url": data_url(picture)}},
+        {"type": "text", "text": "the cat"},
+    ]
+    body = {"model": MODEL, "messages": [{"role": "user", "content": content}]}
+    with embedding(model, tmp_path, start) as stack:
+        url, headers = stack.gateways[0].url, {"idempotency-key": "one"}
+        answer, again = [
+            httpx.post(f"{url}/v1/embeddings", json=body, headers=headers, timeout=60)
+            for _ in range(2)
+        ]
+        shown = httpx.post(f"{url}/tokenize", json={**body, "add_generation_prompt": False})
+    assert answer.status_code == 200, answer.text
+    assert again.content == answer.content
+    assert answer.json()["usage"]["prompt_tokens"] == shown.json()["count"]
+    ids = shown.json()["tokens"]
+    begin, count = ids.index(prompts.image_token), ids.count(prompts.image_token)
+    states = prompts.states([*ids[:begin], picture, *ids[begin + count :]])
+    found = torch.tensor(answer.json()["data"][0]["embedding"])
+    torch.testing.assert_close(found, normalize(states[-1], dim=0), atol=1e-4, rtol=1e-4)
+
+
+def test_pictures_and_texts_have_vectors_in_one_space(tmp_path: Path, start: Starter) -> None:
+    model = save_dual_encoder(tmp_path / "clip", "clip")
+    picture = noise(40, 32, 4)
+    image = {"type": "image_url", "image_url": {"url": data_url(picture)}}
+    asked: list[tuple[dict[str, Any], Input]] = [
+        ({"messages": [{"role": "user", "content": [image]}]}, picture),
+        ({"input": [1, 9, 4, 2]}, [1, 9, 4, 2]),
+    ]
+    with embedding(model, tmp_path, start) as stack:
+        url = stack.gateways[0].url
+        for fields, one in asked:
+            answer = httpx.post(f"{url}/v1/embeddings", json={"model": MODEL, **fields}, timeout=60)
+            assert answer.status_code == 200, answer.text
+            found = torch.tensor(answer.json()["data"][0]["embedding"])
+            torch.testing.assert_close(found, features(model, "clip", one), atol=1e-5, rtol=1e-4)

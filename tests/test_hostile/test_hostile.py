@@ -3,11 +3,10 @@
 import pytest
 
 from headrace_testing.hostile.attack import Attack
-from headrace_testing.hostile.command import GENERATED
+from headrace_testing.hostile.command import GENERATED, known
 from headrace_testing.hostile.dice import Dice
 from headrace_testing.hostile.generator import Generator
 from headrace_testing.hostile.report import violations
-from headrace_testing.hostile.rows import rows
 
 from .conftest import Attacks
 
@@ -17,7 +16,7 @@ SEED = 1
 TOGETHER = 25
 
 
-FOUND = [pytest.param(attack, id=attack.name) for attack in rows()]
+FOUND = [pytest.param(attack, id=attack.name) for attack in known()]
 
 
 @pytest.mark.parametrize("attack", FOUND)

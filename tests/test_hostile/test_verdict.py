@@ -67,6 +67,15 @@ def test_harm_is_reported(seen: Result, violation: str) -> None:
     assert len(seen.violations) == 1 and violation in seen.violations[0]
 
 
+def test_an_attack_that_must_be_refused_is_not_answered_otherwise() -> None:
+    attack = Attack("an attack", "tenant", _play, refused=True)
+    outcomes = {
+        outcome: judge(attack, Answer(outcome, 0.1), [], [], (), True, ended=20.0).violations
+        for outcome in ("400", "429", "200", "503")
+    }
+    assert {outcome for outcome, found in outcomes.items() if not found} == {"400", "429"}
+
+
 def test_time_without_a_processor_is_not_counted_as_harm() -> None:
     waited = [Event("waited", "gateway", at, value=total) for at, total in ((1.0, 0), (3.0, 10**9))]
     seen = verdict(*waited, Event("light", "models", 1.0, 2.0))

@@ -19,6 +19,7 @@ def dashboard() -> Dashboard:
             Row("Batch", _batch()),
             Row("Steps", _steps()),
             Row("KV cache", _cache()),
+            Row("Images", _images()),
             Row("Requests", _requests()),
             Row("Processes", _processes()),
             Row("Starts", _starts()),
@@ -277,6 +278,32 @@ def _share_of(metric: names.Metric, result: str) -> str:
 def _by_result(metric: names.Metric) -> Query:
     result = q.label(names.RESULT)
     return Query(q.total(q.rate(metric), result), f"{{{{{result}}}}}")
+
+
+def _images() -> tuple[Panel, ...]:
+    return (
+        Panel(
+            title="Images",
+            description="Images per second that prompts began to read, by whether they were "
+            "encoded already (hit) or not (miss), and images that were encoded.",
+            queries=(
+                _by_result(names.ENGINE_ENCODER_CACHE_IMAGES),
+                Query(q.total(q.rate(names.ENGINE_ENCODER_IMAGES)), "encoded"),
+            ),
+            unit=Unit.PER_SECOND,
+        ),
+        Panel(
+            title="Time of images",
+            description="Seconds per second in which steps of each engine encoded images.",
+            queries=(Query(q.total(q.rate(names.ENGINE_ENCODER_TIME), q.POD), _POD),),
+        ),
+        Panel(
+            title="Image tokens",
+            description="Prompt tokens per second of the images that each engine encoded.",
+            queries=(Query(q.total(q.rate(names.ENGINE_ENCODER_TOKENS), q.POD), _POD),),
+            unit=Unit.TOKENS_PER_SECOND,
+        ),
+    )
 
 
 def _requests() -> tuple[Panel, ...]:

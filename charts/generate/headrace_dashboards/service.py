@@ -256,6 +256,7 @@ def _tenants() -> tuple[Panel, ...]:
         ),
         _keys(),
         _grammars(),
+        _images(),
     )
 
 
@@ -291,7 +292,22 @@ def _grammars() -> Panel:
         queries=(Query(q.total(f"rate({checks}[{q.WINDOW}])", result), f"{{{{{result}}}}}"),),
         unit=Unit.PER_SECOND,
         look=Look.STACKED,
-        width=24,
+        width=12,
+    )
+
+
+def _images() -> Panel:
+    images, result = q.pods(names.GATEWAY_IMAGES.prometheus_name), q.label(names.RESULT)
+    return Panel(
+        title="Images read by gateways",
+        description=(
+            "Images of requests and uploads per second, by result. known: the gateway had decoded "
+            "an equal one of the tenant."
+        ),
+        queries=(Query(q.total(f"rate({images}[{q.WINDOW}])", result), f"{{{{{result}}}}}"),),
+        unit=Unit.PER_SECOND,
+        look=Look.STACKED,
+        width=12,
     )
 
 

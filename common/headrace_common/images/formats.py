@@ -7,11 +7,15 @@ from typing import Any
 from ..text.checkpoint import PREPROCESSOR_FILE, PROCESSOR_FILE, CheckpointFiles
 from ..text.errors import TokenizerError
 from ..text.tokenizer import Tokenizer
+from .dual import DualImages
 from .family import FamilyFiles
 from .gemma3 import Gemma3Images
+from .gemma4 import Gemma4Images
 from .glm4v import Glm4vImages
 from .idefics3 import Idefics3Images
 from .layout import ImageFormat, PromptTokens
+from .llama4 import Llama4Images
+from .llava_onevision import LlavaOnevisionImages
 from .pixtral import PixtralImages
 from .qwen_vl import QwenVLImages
 
@@ -19,11 +23,17 @@ from .qwen_vl import QwenVLImages
 FamilyReader = Callable[[FamilyFiles], ImageFormat | None]
 # By the model_type of config.json.
 FAMILIES: dict[str, FamilyReader] = {
+    "clip": DualImages.from_files,
     "gemma3": Gemma3Images.from_files,
+    "gemma4": Gemma4Images.from_files,
     "glm4v": Glm4vImages.from_files,
+    "glm4v_moe": Glm4vImages.from_files,
     "glm46v": Glm4vImages.from_files,
     "idefics3": Idefics3Images.from_files,
+    "siglip": DualImages.from_files,
     "smolvlm": Idefics3Images.from_files,
+    "llama4": Llama4Images.from_files,
+    "llava_onevision": LlavaOnevisionImages.from_files,
     "mistral3": PixtralImages.from_files,
     "qwen2_vl": QwenVLImages.from_files,
     "qwen2_5_vl": QwenVLImages.from_files,

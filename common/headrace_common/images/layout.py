@@ -34,7 +34,8 @@ class ImageFormat(ABC):
     `merge` patches share a position; None: each token has one, as text. With `bidirectional` the
     tokens that embeddings replace see those after them in the same image. `processor_options` are
     arguments of transformers' image processor beside the image. `rewritten` is a text of the chat
-    template and what replaces it before the prompt is tokenised; None: nothing does.
+    template and what replaces it before the prompt is tokenised; None: nothing does. With `alone`
+    an image is a prompt without text and template, which the model embeds as one vector.
     """
 
     placeholder: int
@@ -45,6 +46,10 @@ class ImageFormat(ABC):
 
     @property
     def bidirectional(self) -> bool:
+        return False
+
+    @property
+    def alone(self) -> bool:
         return False
 
     @property

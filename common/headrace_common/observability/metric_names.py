@@ -258,6 +258,13 @@ GATEWAY_GRAMMAR_CHECKS = Metric(
     "Schemas, expressions and grammars that were not known to be good, by result: good, invalid, "
     "too_expensive, remembered (too expensive before), busy.",
 )
+GATEWAY_IMAGES = Metric(
+    "headrace.gateway.images",
+    MetricKind.COUNTER,
+    "{image}",
+    "Images of requests and uploads, by result: decoded, known (in memory, or just being decoded "
+    "for an equal one), refused.",
+)
 
 # The engine.
 ENGINE_START_DURATION = Metric(
@@ -407,6 +414,30 @@ ENGINE_PREFIX_CACHE_HITS = Metric(
     "{token}",
     "Prompt tokens found in the prefix cache, by place (device, host, shared).",
 )
+ENGINE_ENCODER_IMAGES = Metric(
+    "headrace.engine.encoder.images",
+    MetricKind.COUNTER,
+    "{image}",
+    "Images that the vision tower has encoded.",
+)
+ENGINE_ENCODER_TOKENS = Metric(
+    "headrace.engine.encoder.tokens",
+    MetricKind.COUNTER,
+    "{token}",
+    "Prompt tokens of these images.",
+)
+ENGINE_ENCODER_TIME = Metric(
+    "headrace.engine.encoder.time",
+    MetricKind.COUNTER,
+    "s",
+    "Time in which steps encoded these images.",
+)
+ENGINE_ENCODER_CACHE_IMAGES = Metric(
+    "headrace.engine.encoder_cache.images",
+    MetricKind.COUNTER,
+    "{image}",
+    "Images that prompts began to read, by result: hit (they were encoded already), miss.",
+)
 ENGINE_SPEC_TOKENS = Metric(
     "headrace.engine.spec.tokens",
     MetricKind.COUNTER,
@@ -485,6 +516,7 @@ GATEWAY_METRICS = (
     GATEWAY_UNAUTHORIZED,
     GATEWAY_OPEN_REFUSED,
     GATEWAY_GRAMMAR_CHECKS,
+    GATEWAY_IMAGES,
     GATEWAY_PLACEMENT_TOKENS,
 )
 # With API keys on, these carry TENANT_LABEL: the tenants of the keys, or OTHER_TENANTS. The others
@@ -525,6 +557,10 @@ ENGINE_METRICS = (
     ENGINE_PREEMPTIONS,
     ENGINE_PREFIX_CACHE_TOKENS,
     ENGINE_PREFIX_CACHE_HITS,
+    ENGINE_ENCODER_IMAGES,
+    ENGINE_ENCODER_TOKENS,
+    ENGINE_ENCODER_TIME,
+    ENGINE_ENCODER_CACHE_IMAGES,
     ENGINE_SPEC_TOKENS,
     ENGINE_TOKENS,
 )
@@ -552,6 +588,8 @@ VLLM_PREFIX_CACHE_QUERIES = "vllm:prefix_cache_queries"
 VLLM_PREFIX_CACHE_HITS = "vllm:prefix_cache_hits"
 VLLM_EXTERNAL_QUERIES = "vllm:external_prefix_cache_queries"
 VLLM_EXTERNAL_HITS = "vllm:external_prefix_cache_hits"
+VLLM_MM_CACHE_QUERIES = "vllm:mm_cache_queries"
+VLLM_MM_CACHE_HITS = "vllm:mm_cache_hits"
 VLLM_SPEC_DRAFTS = "vllm:spec_decode_num_drafts"
 VLLM_SPEC_DRAFT_TOKENS = "vllm:spec_decode_num_draft_tokens"
 VLLM_SPEC_ACCEPTED = "vllm:spec_decode_num_accepted_tokens"

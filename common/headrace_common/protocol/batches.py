@@ -43,7 +43,8 @@ def batch_not_stored(batch_id: str) -> BatchNotStored:
 class StoredFile:
     """A file's description; its content is stored beside it in `chunks` pieces.
 
-    `models` are the models whose answers it contains, as far as known.
+    `models` are the models whose answers it contains, as far as known. `digest` is the content hash
+    of an image in hex, "" for other files.
     """
 
     id: str
@@ -55,6 +56,7 @@ class StoredFile:
     created_at: int
     expires_at: int
     models: tuple[str, ...] = ()
+    digest: str = ""
 
 
 class BatchStatus(StrEnum):

@@ -9,7 +9,7 @@ import json
 import math
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import datetime
 from functools import cached_property
@@ -166,10 +166,11 @@ def encode_chat(
     add_generation_prompt: bool = True,
     continue_final_message: bool = False,
     most: int | None = None,
+    rewrite: Callable[[str], str] | None = None,
 ) -> list[int]:
     """Messages to prompt token ids: only the template's own special tokens are special.
 
-    `most` is the same as in Tokenizer.encode.
+    `most` is the same as in Tokenizer.encode. `rewrite` changes the text before it is tokenised.
     """
     text = template.render(
         tokenizer.protect(messages),
@@ -179,6 +180,8 @@ def encode_chat(
         continue_final_message=continue_final_message,
         variables=tokenizer.protect(dict(variables or {})),
     )
+    if rewrite is not None:
+        text = rewrite(text)
     return tokenizer.encode_protected(text, add_special_tokens=add_special_tokens, most=most)
 
 

@@ -713,17 +713,29 @@ _GLM4V = {
         mrope_section=(8, 12, 12),
     )
 }
+_GLM4V_MOE = replace(
+    _GLM4_MOE,
+    qkv_bias=True,
+    qkv_bias_field="attention_bias",
+    qk_norm_field=None,
+    max_position_embeddings=65536,
+    mrope="split",
+    mrope_section=(8, 12, 12),
+    draft_layers=0,
+)
 # Kimi K2.5's decoder, under its published and its transformers name.
 _KIMI = dict.fromkeys(("kimi_k2", "deepseek_v3"), ARCHITECTURES["DeepseekV3ForCausalLM"])
 # The decoders of multimodal models by their text_config's model_type; the first if it has none.
 MULTIMODAL: dict[str, dict[str, Architecture]] = {
     "Gemma3ForConditionalGeneration": {"gemma3_text": ARCHITECTURES["Gemma3ForCausalLM"]},
     "Glm4vForConditionalGeneration": _GLM4V,
+    "Glm4vMoeForConditionalGeneration": {"glm4v_moe_text": _GLM4V_MOE},
     "Glm46VForConditionalGeneration": _GLM4V,
     "Idefics3ForConditionalGeneration": {"llama": ARCHITECTURES["LlamaForCausalLM"]},
     "KimiK25ForConditionalGeneration": _KIMI,
     "Kimi_K25ForConditionalGeneration": _KIMI,
     "Llama4ForConditionalGeneration": {"llama4_text": ARCHITECTURES["Llama4ForCausalLM"]},
+    "LlavaOnevisionForConditionalGeneration": {"qwen2": ARCHITECTURES["Qwen2ForCausalLM"]},
     "Mistral3ForConditionalGeneration": {
         "mistral": ARCHITECTURES["MistralForCausalLM"],
         "ministral3": ARCHITECTURES["Ministral3ForCausalLM"],

@@ -36,8 +36,9 @@ class SchedulerStats:
     Prefix-cache tokens are counted when a sequence starts first, not when it is recomputed.
     `host_hit_tokens` and `shared_hit_tokens` of the hits came from host memory and from the shared
     tier. `swap_seconds` is the time that steps waited for copies to and from host memory. `shared`
-    is None without that tier. `encoder_cache_queries` counts images that prompts began to read, and
-    `encoder_cache_hits` those of them that were encoded already.
+    is None without that tier. `image_tokens_encoded` counts the tokens of the images that were
+    encoded, which took `encode_seconds`. `encoder_cache_queries` counts images that prompts began
+    to read, and `encoder_cache_hits` those of them that were encoded already.
     """
 
     running: int
@@ -64,6 +65,8 @@ class SchedulerStats:
     swap_seconds: float = 0.0
     shared: SharedKVStats | None = None
     images_encoded: int = 0
+    image_tokens_encoded: int = 0
+    encode_seconds: float = 0.0
     encoder_cache_queries: int = 0
     encoder_cache_hits: int = 0
 

@@ -101,8 +101,8 @@ class StepResult:
     `sampled` has the new tokens of each sequence with `samples`: the accepted drafts and the token
     after them. It is None for a sequence whose logits were NaN or infinite. `embeddings` replaces
     it for embedding models. `scored` has the prompt log probabilities of each sequence with
-    `scores`. `seconds` is the time of the whole step and `swap_seconds` that of its copies to and
-    from host memory; 0 means not measured.
+    `scores`. `seconds` is the time of the whole step, `swap_seconds` that of its copies to and from
+    host memory, and `encode_seconds` that of its images; 0 means not measured.
     """
 
     sampled: tuple[tuple[SampledToken, ...] | None, ...]
@@ -110,6 +110,7 @@ class StepResult:
     seconds: float = 0.0
     swap_seconds: float = 0.0
     scored: tuple[tuple[TokenLogprobs, ...], ...] = ()
+    encode_seconds: float = 0.0
 
 
 class PendingStep(Protocol):

@@ -12,9 +12,15 @@ from ..core.errors import ConfigError
 from ..models.base import CausalModel
 from ..models.decoder.decoder import Decoder
 from ..models.decoder.fused import FusedDecoder
+from ..models.encoder.dual_encoder import DualEncoder
+from ..models.hidden_states import HiddenStates
 from ..models.hybrid.decoder import HybridDecoder
+from ..models.transformers.transformers_model import TransformersModel
 from ..models.vision.image_reader import read_format
 from ..models.vision.tower import VisionTower, load_tower
+
+# Families whose decoder is transformers', also where images are in its prompts.
+_WITHOUT_NATIVE_DECODER = frozenset({"gemma4"})
 
 logger = logging.getLogger(__name__)
 
@@ -51,12 +57,13 @@ def _refusal(
     if checkpoint.config.get("model_type") not in FAMILIES:
         return f"{checkpoint.architecture} has no vision tower that is supported"
     size = config.tensor_parallel_size
+    decoder = model.decoder if isinstance(model, HiddenStates) else model
+    decoders: tuple[type, ...] = (Decoder, FusedDecoder, HybridDecoder, DualEncoder)
+    if checkpoint.config["model_type"] in _WITHOUT_NATIVE_DECODER:
+        decoders += (TransformersModel,)
     reasons = {
         "the checkpoint has no preprocessor_config.json": not known,
-        "embeddings of images are not supported": config.task == "embed",
-        "images need the native decoder": not isinstance(
-            model, Decoder | FusedDecoder | HybridDecoder
-        ),
+        "images need the native decoder": not isinstance(decoder, decoders),
         "images cannot be computed with deterministic": config.deterministic,
         "an engine that reads images cannot sleep (enable_sleep_mode)": config.enable_sleep_mode,
         "load_format dummy loads no vision tower": config.load_format == "dummy",

@@ -40,6 +40,7 @@ class Step:
     embeddings: tuple[bytes | None, ...] = ()
     swapping: Times | None = None
     saving: Times | None = None
+    encoding: Times | None = None
     # Waits until the sampled tokens are on the host.
     arrive: Mark | None = None
     _host: SamplerOutput | None = None
@@ -97,15 +98,18 @@ class Step:
             group_by_sequence(drafts, tokens) if tokens else (),
             self.embeddings,
             seconds,
-            self._swap_seconds(),
+            _seconds(self.swapping),
             self.scored,
+            _seconds(self.encoding),
         )
 
-    def _swap_seconds(self) -> float:
-        if self.swapping is None:
-            return 0.0
-        self.swapping.wait()
-        return self.swapping.seconds()
+
+def _seconds(times: Times | None) -> float:
+    """The measured time, once the device has finished that work."""
+    if times is None:
+        return 0.0
+    times.wait()
+    return times.seconds()
 
 
 Launch = Callable[[Step], None]

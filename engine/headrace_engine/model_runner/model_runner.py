@@ -87,7 +87,7 @@ class ModelRunner:
         self._recorded = False
         self._transfer = Transfer(placed.device)
         self._lora = LoRARuntime.of(config, placed, self._transfer)
-        self._vision = VisionRuntime.of(config, placed)
+        self._vision = VisionRuntime.of(config, placed, clock)
         self._executor = executor or make_executor(placed.device, clock)
         self._last: Step | None = None
         self.draft_head = self._make_draft_head()
@@ -209,6 +209,7 @@ class ModelRunner:
             if self._lora is not None:
                 batch = self._lora.extend(scheduler_output, batch)
             if self._vision is not None:
+                step.encoding = self._vision.encode(scheduler_output)
                 batch = self._vision.extend(scheduler_output, batch)
             if self._pooler is not None:
                 step.embeddings = self._embed(self._pooler, scheduler_output, batch.forward)

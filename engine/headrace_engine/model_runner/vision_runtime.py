@@ -12,6 +12,7 @@ import torch
 from ..core.config import EngineConfig
 from ..core.images import ImageLimits, PromptImage
 from ..core.step_plan import ScheduledSequence, SchedulerOutput
+from ..device.timing import Clock, Times, begin_times
 from ..models.base import BidirectionalSpan, VisionRows
 from ..models.placed_model import PlacedModel
 from ..models.vision.tower import MOST_IMAGES, VisionTower
@@ -36,8 +37,10 @@ class _Rows(NamedTuple):
 class VisionRuntime:
     """The vision tower, and the embeddings [levels, tokens, hidden size] of images by digest."""
 
-    def __init__(self, config: EngineConfig, tower: VisionTower, device: torch.device) -> None:
-        self._tower, self._device = tower, device
+    def __init__(
+        self, config: EngineConfig, tower: VisionTower, device: torch.device, clock: Clock
+    ) -> None:
+        self._tower, self._device, self._clock = tower, device, clock
         self.reader, self._merge = tower.reader, tower.reader.merge
         most = config.limit_mm_per_prompt.get("image", MOST_IMAGES)
         room = config.encoder_cache_bytes // tower.token_bytes
@@ -48,16 +51,24 @@ class VisionRuntime:
         self._encoded: dict[bytes, torch.Tensor] = {}
 
     @classmethod
-    def of(cls, config: EngineConfig, placed: PlacedModel) -> "VisionRuntime | None":
-        """The runtime; None if the model reads no images."""
-        return None if placed.tower is None else cls(config, placed.tower, placed.device)
+    def of(cls, config: EngineConfig, placed: PlacedModel, clock: Clock) -> "VisionRuntime | None":
+        """The runtime; None if the model reads no images. `clock` counts seconds."""
+        return None if placed.tower is None else cls(config, placed.tower, placed.device, clock)
 
-    def extend(self, scheduler_output: SchedulerOutput, batch: StepBatch) -> StepBatch:
-        """Encodes the step's new images; returns its batch with the embeddings of its images."""
+    def encode(self, scheduler_output: SchedulerOutput) -> Times | None:
+        """Encodes the step's new images; returns the time that it takes, None without images."""
         for digest in scheduler_output.dropped:
             del self._encoded[digest]
+        if not scheduler_output.encoded:
+            return None
+        times = begin_times(self._device, self._clock)
         for image in scheduler_output.encoded:
             self._encoded[image.span.digest] = self._tower.encode(image)
+        times.end()
+        return times
+
+    def extend(self, scheduler_output: SchedulerOutput, batch: StepBatch) -> StepBatch:
+        """Returns the step's batch with the embeddings of its images, which are encoded."""
         vision = self._vision_rows(scheduler_output.scheduled)
         if vision is None:
             return batch

@@ -28,13 +28,14 @@ PREFIX = "model."
 
 
 class HiddenStates:
-    """A CausalModel whose `forward` returns hidden states [R, hidden_size]."""
+    """A CausalModel whose `forward` returns hidden states [R, hidden_size]; `decoder` has an
+    identity matrix as its head."""
 
-    def __init__(self, model: CausalModel, vocab_size: int) -> None:
-        self._model, self.vocab_size, self.kv_shapes = model, vocab_size, model.kv_shapes
+    def __init__(self, decoder: CausalModel, vocab_size: int) -> None:
+        self.decoder, self.vocab_size, self.kv_shapes = decoder, vocab_size, decoder.kv_shapes
 
     def forward(self, batch: ForwardBatch, caches: Sequence[LayerCache]) -> torch.Tensor:
-        return self._model.forward(batch, caches)
+        return self.decoder.forward(batch, caches)
 
 
 class HiddenStateReader(WeightReader):

@@ -25,6 +25,9 @@ _LAYER = re.compile(r"\.layers\.(\d+)\.")
 _EXPERT = re.compile(r"\.experts\.(\d+)\.")
 _BY_HEAD = re.compile(r"\.(k_proj|v_proj)\.(weight|bias)$")
 _BY_INPUT = re.compile(r"\.(o_proj|down_proj)\.weight$")
+_INNER = re.compile(r"\.(gate|up|down)_proj\.")
+# Inner sizes are cut between groups of so many, as 4-bit floats and blocks of GGUF share a scale.
+_GROUP = 32
 # Biases of layers whose outputs are summed over the ranks: only one rank adds them.
 _ONCE = re.compile(r"\.(o_proj|down_proj)\.bias$")
 _VOCABULARY = ("model.embed_tokens.weight", "lm_head.weight")
@@ -56,6 +59,17 @@ class Shard:
         """This rank's [start, stop) of `length`; shares differ by at most one."""
         return self.rank * length // self.size, (self.rank + 1) * length // self.size
 
+    def inner(self, length: int) -> tuple[int, int]:
+        """This rank's [start, stop) of the inner size of a feed-forward layer: shares differ by at
+        most one group of 32, if it has as many groups as there are ranks."""
+        group = _GROUP if length % _GROUP == 0 and length // _GROUP >= self.size else 1
+        start, stop = self.share(length // group)
+        return start * group, stop * group
+
+    def inner_size(self, length: int) -> int:
+        start, stop = self.inner(length)
+        return stop - start
+
     def experts(self, count: int) -> tuple[int, int]:
         """This rank's [start, stop) of `count` experts; the first ranks have one more than the
         others if they are not divisible (vLLM's linear placement)."""
@@ -74,7 +88,8 @@ def check_divisible(config: ModelConfig, size: int, expert_parallel: bool = Fals
         if config.experts is not None:
             counts |= _expert_counts(config.experts)
     for name, count in counts.items():
-        if count % size:
+        in_groups = name != "num_attention_heads" and count % _GROUP == 0
+        if count % size and not (in_groups and count // _GROUP >= size):
             raise ConfigError(
                 f"tensor_parallel_size {size} does not divide {name} ({count}) of this model: "
                 "use a divisor"
@@ -129,9 +144,10 @@ def place_experts(config: ModelConfig, shard: Shard) -> ModelConfig:
     return replace(config, experts=replace(experts, local_range=shard.experts(experts.count)))
 
 
-def shard_config(config: ModelConfig, size: int) -> ModelConfig:
+def shard_config(config: ModelConfig, shard: Shard) -> ModelConfig:
     """The shape of one rank's part; the vocabulary stays whole. If there are more ranks than KV
     heads, ranks share heads and each has one."""
+    size = shard.size
     return replace(
         config,
         num_heads=config.num_heads // size,
@@ -139,17 +155,17 @@ def shard_config(config: ModelConfig, size: int) -> ModelConfig:
         window_kv_heads=None
         if config.window_kv_heads is None
         else max(1, config.window_kv_heads // size),
-        intermediate_size=config.intermediate_size // size,
-        experts=None if config.experts is None else _shard_experts(config.experts, size),
+        intermediate_size=shard.inner_size(config.intermediate_size),
+        experts=None if config.experts is None else _shard_experts(config.experts, shard),
     )
 
 
-def _shard_experts(experts: ExpertsConfig, size: int) -> ExpertsConfig:
+def _shard_experts(experts: ExpertsConfig, shard: Shard) -> ExpertsConfig:
     shared, inner = experts.shared_size, experts.intermediate_size
     return replace(
         experts,
-        intermediate_size=inner // size if experts.local_range is None else inner,
-        shared_size=None if shared is None else shared // size,
+        intermediate_size=shard.inner_size(inner) if experts.local_range is None else inner,
+        shared_size=None if shared is None else shard.inner_size(shared),
     )
 
 
@@ -218,10 +234,11 @@ class WeightCuts:
             return None
         if self._cuts_norms:  # of Q and K, like their outputs
             name = name.replace("_norm.", "_proj.")
+        share = self._shard.inner if _INNER.search(name) else self._shard.share
         if name in _VOCABULARY or _BY_OUTPUT.search(name):
-            return (0, *self._shard.share(whole[0]))
+            return (0, *share(whole[0]))
         if _BY_INPUT.search(name):
-            return (1, *self._shard.share(whole[1]))
+            return (1, *share(whole[1]))
         if _BY_HEAD.search(name):
             return (0, *self._heads(whole[0], self._kv_heads(name)))
         return None

@@ -13,11 +13,15 @@ from headrace_common.sampling.params import SamplingParams
 from headrace_common.sampling.pooling import PoolingParams
 
 from ..core.errors import RequestError
+from ..core.images import PromptImage
 from ..core.request import EngineRequest, FinishReason
 from ..engine.engine import Engine
 
 if TYPE_CHECKING:
     import torch
+
+# Token ids with those of images, and the images.
+PooledPrompt = tuple[Sequence[int], tuple[PromptImage, ...]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,7 +77,7 @@ class ScoringRequestOutput:
 
 
 def embed(
-    engine: Engine, prompts: Sequence[Sequence[int]], pooling: PoolingParams, *, use_tqdm: bool
+    engine: Engine, prompts: Sequence[PooledPrompt], pooling: PoolingParams, *, use_tqdm: bool
 ) -> list[EmbeddingRequestOutput]:
     """Embeds prompts and returns the results in their order. The engine must be idle.
 
@@ -92,7 +96,7 @@ def embed(
                         raise RequestError(f"{problem}: use another dtype")
                     found[output.request_id] = EmbeddingRequestOutput(
                         output.request_id,
-                        list(names[output.request_id]),
+                        list(names[output.request_id][0]),
                         EmbeddingOutput(array("f", output.embedding).tolist()),
                         output.cached_tokens,
                     )
@@ -135,11 +139,13 @@ def _cosine(one: Sequence[float], two: Sequence[float]) -> float:
     return product / (hypot(*one) * hypot(*two))
 
 
-def _request(name: str, prompt: Sequence[int], pooling: PoolingParams) -> EngineRequest:
+def _request(name: str, prompt: PooledPrompt, pooling: PoolingParams) -> EngineRequest:
+    token_ids, images = prompt
     return EngineRequest(
         request_id=name,
-        prompt_token_ids=tuple(prompt),
+        prompt_token_ids=tuple(token_ids),
         params=SamplingParams(max_tokens=1),
         seed=0,
         pooling=pooling,
+        images=images,
     )

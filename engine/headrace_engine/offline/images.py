@@ -30,7 +30,8 @@ _URLS = frozenset({"image_url", "input_image"})
 
 
 class ImagePrompts:
-    """Puts images into the prompts of one model. `reader` is None if the model reads none."""
+    """Puts images into the prompts of one model, whose `tokenizer` then knows how it reads them.
+    `reader` is None if the model reads none."""
 
     def __init__(
         self, checkpoint: Checkpoint, tokenizer: ChatTokenizer | None, reader: ImageReader | None
@@ -41,15 +42,24 @@ class ImagePrompts:
             encode = partial(tokenizer.encode, add_special_tokens=False)
             tokens = PromptTokens(tokenizer.token_to_id, encode)
         self._format = None if reader is None else read_format(checkpoint, tokens)
+        if tokenizer is not None:
+            tokenizer.images = self._format
 
     def expand(
-        self, token_ids: list[int], images: Sequence["Image"], salt: bytes
+        self, text: str | None, token_ids: list[int], images: Sequence["Image"], salt: bytes
     ) -> tuple[list[int], tuple[PromptImage, ...]]:
-        """Replaces each placeholder by the tokens of its image. Raises RequestError."""
+        """Replaces each placeholder of a prompt, which may have a text, by the tokens of its image.
+
+        Raises RequestError.
+        """
         if not images:
             return token_ids, ()
         if self._reader is None or self._format is None:
             raise RequestError("this LLM reads no images: send text only")
+        if self._format.alone:
+            if text != "":
+                raise RequestError("this model embeds an image or a text: send prompt '' with it")
+            token_ids = [self._format.placeholder]
         try:
             layouts = [self._format.layout(*image.size) for image in images]
             digests = [image_digest(_content(image), salt) for image in images]

@@ -181,10 +181,10 @@ class LLM:
         cut = truncate_prompt_tokens
         if cut == -1:
             cut = self._model.engine.max_model_len
-        ids = [read_prompt(prompt, self._model.tokenizer).token_ids for prompt in listed(prompts)]
-        kept = [each if cut is None else each[-cut:] for each in ids]
+        read = [read_prompt(prompt, self._model.tokenizer) for prompt in listed(prompts)]
+        given = [self._model.pooled_prompt(each, cut) for each in read]
         shown = bool(use_tqdm)
-        return embed(self._model.engine, kept, pooling_params or PoolingParams(), use_tqdm=shown)
+        return embed(self._model.engine, given, pooling_params or PoolingParams(), use_tqdm=shown)
 
     def encode(
         self,

@@ -12,6 +12,7 @@ from headrace_common.text.bad_words import with_spelled_bad_words
 from ..checkpoints.checkpoint import load_checkpoint
 from ..core.compiled_grammar import CompiledGrammar
 from ..core.errors import ConfigError, RequestError
+from ..core.images import PromptImage
 from ..core.request import EngineRequest
 from ..core.thinking import ThinkingBudget
 from ..engine.engine import Engine
@@ -20,6 +21,7 @@ from ..model_runner.model_runner import ModelRunner
 from ..scheduler.policies import make_policy
 from ..structured_output.compiler import GrammarCompiler
 from ..structured_output.thinking_budgets import ThinkingBudgets
+from .embeddings import PooledPrompt
 from .engine_args import EngineArgs
 from .hf_overrides import OverriddenCheckpoint
 from .images import ImagePrompts
@@ -117,9 +119,7 @@ class LoadedModel:
         held = as_offline(params)
         self._check(held)
         salt = self._salt(options.tenant, prompt.cache_salt)
-        token_ids, images = self._images.expand(prompt.token_ids, prompt.images, salt)
-        if images and held.truncate_prompt_tokens is not None:
-            raise RequestError("truncate_prompt_tokens cannot cut a prompt with images")
+        token_ids, images = self._with_images(prompt, salt, held.truncate_prompt_tokens)
         token_ids = self._cut(token_ids, held)
         now = time.monotonic()
         request = EngineRequest(
@@ -166,6 +166,19 @@ class LoadedModel:
         if cut == -1:
             cut = max(1, self.engine.max_model_len - (params.max_tokens or 1))
         return token_ids if cut is None else token_ids[-cut:]
+
+    def pooled_prompt(self, prompt: ReadPrompt, cut: int | None) -> PooledPrompt:
+        """A prompt to embed, of which the last `cut` tokens are kept. Raises RequestError."""
+        salt = self._salt(DEFAULT_TENANT, prompt.cache_salt)
+        token_ids, images = self._with_images(prompt, salt, cut)
+        return (token_ids if cut is None else token_ids[-cut:]), images
+
+    def _with_images(
+        self, prompt: ReadPrompt, salt: bytes, cut: int | None
+    ) -> tuple[list[int], tuple[PromptImage, ...]]:
+        if prompt.images and cut is not None:
+            raise RequestError("truncate_prompt_tokens cannot cut a prompt with images")
+        return self._images.expand(prompt.text, prompt.token_ids, prompt.images, salt)
 
     def _salt(self, tenant: str, salt: str) -> bytes:
         if tenant == DEFAULT_TENANT and not self._epoch:

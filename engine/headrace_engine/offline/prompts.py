@@ -80,7 +80,8 @@ def read_prompt(
         raise _not_a_prompt(prompt)
     if tokenizer is None:
         raise ConfigError("skip_tokenizer_init is set: send prompt_token_ids instead of a text")
-    return ReadPrompt(text, tokenizer.encode(text, add_special_tokens=special), salt, images)
+    encode = tokenizer.encode_with_images if images else tokenizer.encode
+    return ReadPrompt(text, encode(text, add_special_tokens=special), salt, images)
 
 
 def listed(prompts: Any) -> list[Any]:

@@ -5,6 +5,7 @@ from collections.abc import Mapping, Sequence
 from functools import cached_property
 from typing import Any
 
+from headrace_common.images.layout import ImageFormat
 from headrace_common.text.chat_template import ChatTemplate, encode_chat, find_chat_template
 from headrace_common.text.checkpoint import CheckpointFiles
 from headrace_common.text.tokenizer import Tokenizer
@@ -16,9 +17,10 @@ class ChatTokenizer(Tokenizer):
     """A tokenizer with its checkpoint's chat template.
 
     `decode` leaves special tokens out unless `skip_special_tokens` is False; transformers keeps
-    them by default.
+    them by default. `images` says how the model reads images, for prompts that have some.
     """
 
+    images: ImageFormat | None = None
     _files: CheckpointFiles | None = None
 
     @classmethod
@@ -35,7 +37,13 @@ class ChatTokenizer(Tokenizer):
 
         Raises ConfigError if there is no template, ChatTemplateError if it refuses the messages.
         """
-        return encode_chat(self, self._template(template), messages, **options)
+        rewrite = None if self.images is None else self.images.rewrite
+        return encode_chat(self, self._template(template), messages, rewrite=rewrite, **options)
+
+    def encode_with_images(self, text: str, *, add_special_tokens: bool) -> list[int]:
+        """Token ids of a text that has a placeholder for each of its images."""
+        rewritten = text if self.images is None else self.images.rewrite(text)
+        return self.encode(rewritten, add_special_tokens=add_special_tokens)
 
     def apply_chat_template(
         self,

@@ -16,7 +16,7 @@ class EncoderCache:
     `budget` tokens together, or a single one. What no run of the step reads may be dropped, even if
     a prompt that is not finished needs it later: it is encoded again then. `queries` counts images
     that runs have begun, `hits` those of them that were encoded already, `encoded` the images that
-    were encoded.
+    were encoded, `tokens` their tokens and `seconds` the time that it took.
     """
 
     __slots__ = (
@@ -31,6 +31,8 @@ class EncoderCache:
         "encoded",
         "hits",
         "queries",
+        "seconds",
+        "tokens",
     )
 
     def __init__(self, capacity: int, budget: int) -> None:
@@ -41,7 +43,8 @@ class EncoderCache:
         self._needed: set[bytes] = set()
         self._new: list[PromptImage] = []
         self._dropped: list[bytes] = []
-        self.queries = self.hits = self.encoded = 0
+        self.queries = self.hits = self.encoded = self.tokens = 0
+        self.seconds = 0.0
 
     def reach(self, images: Sequence[PromptImage], start: int, end: int) -> int:
         """The end, up to `end`, of a run from `start` of which every image is or will be encoded.
@@ -98,6 +101,7 @@ class EncoderCache:
         self._left -= size
         self._new.append(image)
         self.encoded += 1
+        self.tokens += size
 
 
 def whole_images(images: Sequence[PromptImage], start: int, end: int, *, grow: bool = True) -> int:

@@ -101,7 +101,7 @@ def _check_images(request: EngineRequest, limits: Limits) -> None:
             f"the prompt has {len(images)} images, but limit_mm_per_prompt is "
             f"{limits.images.images}: send fewer"
         )
-    if images[-1].end >= len(request.prompt_token_ids):
+    if images[-1].end >= len(request.prompt_token_ids) and request.pooling is None:
         raise RequestError("the prompt ends with an image: send text after it")
     most = max(span.length for span in images)
     if most > limits.images.tokens:

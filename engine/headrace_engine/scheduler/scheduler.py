@@ -211,7 +211,7 @@ class Scheduler:
 
     def stats(self) -> SchedulerStats:
         pool, state, swapping = self.kv_cache.pool, self._state, self._swapping
-        tiers = self._tiers
+        tiers, encoder = self._tiers, self._encoder
         running, swapped = state.num_running, len(state.swapped)
         unused = unused_slots(state.running(), self._limits.block_size, self.kv_cache.groups.count)
         block_bytes = self._limits.bytes_per_block
@@ -238,9 +238,11 @@ class Scheduler:
             shared_hit_tokens=0 if tiers is None else tiers.shared_hits,
             swap_seconds=0.0 if swapping is None else swapping.seconds,
             shared=None if tiers is None or tiers.shared is None else tiers.shared.stats(),
-            images_encoded=0 if self._encoder is None else self._encoder.encoded,
-            encoder_cache_queries=0 if self._encoder is None else self._encoder.queries,
-            encoder_cache_hits=0 if self._encoder is None else self._encoder.hits,
+            images_encoded=0 if encoder is None else encoder.encoded,
+            image_tokens_encoded=0 if encoder is None else encoder.tokens,
+            encode_seconds=0.0 if encoder is None else encoder.seconds,
+            encoder_cache_queries=0 if encoder is None else encoder.queries,
+            encoder_cache_hits=0 if encoder is None else encoder.hits,
         )
 
     def add(self, request: EngineRequest) -> list[SequenceOutput]:
@@ -433,6 +435,8 @@ class Scheduler:
         self._costs.observe(self._step_decode, self._step_prefill, computing)
         if self._swapping is not None:
             self._swapping.observe(scheduler_output, result)
+        if self._encoder is not None:
+            self._encoder.seconds += result.encode_seconds
         if self._tiers is not None:
             self._tiers.update()
 

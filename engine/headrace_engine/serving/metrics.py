@@ -325,6 +325,24 @@ def _prefix_hits(now: _Snapshot) -> Iterable[tuple[dict[str, str], float]]:
     yield {names.PLACE: "shared"}, now.stats.shared_hit_tokens
 
 
+def _encoder_images(now: _Snapshot) -> Iterable[tuple[dict[str, str], float]]:
+    yield {}, now.stats.images_encoded
+
+
+def _encoder_tokens(now: _Snapshot) -> Iterable[tuple[dict[str, str], float]]:
+    yield {}, now.stats.image_tokens_encoded
+
+
+def _encoder_time(now: _Snapshot) -> Iterable[tuple[dict[str, str], float]]:
+    yield {}, now.stats.encode_seconds
+
+
+def _encoder_cache(now: _Snapshot) -> Iterable[tuple[dict[str, str], float]]:
+    stats = now.stats
+    yield {names.RESULT: "hit"}, stats.encoder_cache_hits
+    yield {names.RESULT: "miss"}, stats.encoder_cache_queries - stats.encoder_cache_hits
+
+
 def _speculation(now: _Snapshot) -> Iterable[tuple[dict[str, str], float]]:
     stats = now.stats.speculation
     if stats is not None:
@@ -351,6 +369,10 @@ _COUNTERS: tuple[tuple[names.Metric, _Read], ...] = (
     (names.ENGINE_KV_COPY_TIME, _copy_time),
     (names.ENGINE_PREFIX_CACHE_TOKENS, _prefix_cache),
     (names.ENGINE_PREFIX_CACHE_HITS, _prefix_hits),
+    (names.ENGINE_ENCODER_IMAGES, _encoder_images),
+    (names.ENGINE_ENCODER_TOKENS, _encoder_tokens),
+    (names.ENGINE_ENCODER_TIME, _encoder_time),
+    (names.ENGINE_ENCODER_CACHE_IMAGES, _encoder_cache),
     (names.ENGINE_SPEC_TOKENS, _speculation),
     (names.ENGINE_TOKENS, _tokens),
 )
@@ -402,6 +424,12 @@ class _VllmNames(Collector):
             names.VLLM_EXTERNAL_HITS,
             "Tokens found in host memory or the shared tier.",
             stats.external_hit_tokens,
+        )
+        yield self._counter(
+            names.VLLM_MM_CACHE_QUERIES, "Images looked up.", stats.encoder_cache_queries
+        )
+        yield self._counter(
+            names.VLLM_MM_CACHE_HITS, "Images found encoded.", stats.encoder_cache_hits
         )
         yield self._sleep(now.sleep_level)
         if stats.speculation is not None:

@@ -48,6 +48,7 @@ Key = tuple[str, str]
 Problem = tuple[str, str]
 
 DRAIN_INTERVAL = 1.0  # seconds, so that a drained engine is removed soon
+SCALING_INTERVAL = 5.0  # seconds between two decisions while a model has work
 
 
 class Reconciler:
@@ -83,7 +84,8 @@ class Reconciler:
         self._registrations = registrations
         self._recorder = recorder
         self._clock = clock
-        self._drains: set[Key] = set()  # ModelServices with draining engines
+        self._soon: dict[Key, float] = {}
+        """Seconds until the next time, of ModelServices that are not left alone for long."""
 
     def forget(self, key: Key) -> None:
         """Forgets a deleted ModelService; Kubernetes deletes its children."""
@@ -91,7 +93,7 @@ class Reconciler:
         if self._canaries is not None:
             self._canaries.forget(key)
         self._recorder.forget(key)
-        self._drains.discard(key)
+        self._soon.pop(key, None)
 
     async def reconcile(self, key: Key) -> float | None:
         """Reconciles; returns the seconds until the next time if that should be soon.
@@ -99,12 +101,12 @@ class Reconciler:
         Raises ClusterError if the API server does not answer.
         """
         done = False
-        self._drains.discard(key)
+        self._soon.pop(key, None)
         try:
             done = await self._attempt(key)
         finally:
             self._recorder.reconciled(key, ok=done)
-        return DRAIN_INTERVAL if key in self._drains else None
+        return self._soon.get(key)
 
     async def _attempt(self, key: Key) -> bool:
         """One attempt; False if an object was refused."""
@@ -172,7 +174,9 @@ class Reconciler:
             terminating=engine_pods.terminating(found, current.kind),
         )
         if scaled.draining:
-            self._drains.add(service.key)
+            self._soon[service.key] = DRAIN_INTERVAL
+        elif scaled.decision is not None and _has_work(scaled):
+            self._soon[service.key] = SCALING_INTERVAL
         trial = await self._judge(service, pods, previous)
         refused = await self._apply(service, current, scaled, trial)
         problem = refused or _problem(service, registration) or pod_problems.problem(pods)
@@ -301,6 +305,11 @@ class Reconciler:
             await self._cluster.event(body, kind=kind, reason=reason, message=message)
         except ClusterError as error:
             logger.warning("event was not written", extra={"reason": reason, "error": str(error)})
+
+
+def _has_work(scaled: Scaled) -> bool:
+    queue = None if scaled.signals is None else scaled.signals.queue
+    return queue is not None and bool(queue.waiting or queue.pending or queue.arrival_rate)
 
 
 def _taken(service: ModelService, registration: RegistrationStatus) -> ServedNameTaken | None:

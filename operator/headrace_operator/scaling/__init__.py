@@ -6,7 +6,15 @@ Nothing here does I/O, reads a clock or knows Kubernetes; the operator and the s
 from .decision import Decision, decide
 from .history import History
 from .observation import EngineSignals, QueueSignals, ScalingObservation
-from .policy import Forecast, PolicyError, ScalingPolicy, ScalingRules, StepKind, StepLimit
+from .policy import (
+    Forecast,
+    Objective,
+    PolicyError,
+    ScalingPolicy,
+    ScalingRules,
+    StepKind,
+    StepLimit,
+)
 from .reason import Reason, ScalingLimit, Signal
 from .signals import Estimate
 
@@ -16,6 +24,7 @@ __all__ = [
     "Estimate",
     "Forecast",
     "History",
+    "Objective",
     "ScalingLimit",
     "ScalingObservation",
     "PolicyError",

@@ -8,7 +8,13 @@ from .limits import highest_allowed, lowest_allowed, stabilized
 from .observation import QueueSignals, ScalingObservation
 from .policy import ScalingPolicy
 from .reason import Reason, ScalingLimit, Signal
-from .signals import Estimate, forecast_estimate, steady_estimates, urgent_estimates
+from .signals import (
+    Estimate,
+    forecast_estimate,
+    steady_estimates,
+    target_utilization,
+    urgent_estimates,
+)
 
 _REASONS = {
     Signal.ARRIVALS: Reason.ARRIVALS,
@@ -62,7 +68,8 @@ def decide(
     if queue is None or (observation.ready > 0 and observation.engines is None):
         return _freeze(observation, policy, history, Reason.MISSING_METRICS)
     history = history.learn(observation, policy, now)
-    policy = policy.for_cold_start(history.cold_start or policy.cold_start)
+    policy = policy.for_cycle(history.cold_start or policy.cold_start, history.drain)
+    policy = replace(policy, utilization=target_utilization(policy, history))
     steady = steady_estimates(observation, policy, history)
     history = history.with_load(_most(steady), policy, now)
     steady += forecast_estimate(policy, history, now)

@@ -6,11 +6,12 @@ without it, scaling starts from the policy's guesses and keeps the count it find
 
 import json
 from dataclasses import asdict, dataclass, fields, replace
-from math import sqrt
+from math import log, sqrt
 from typing import Any
 
 from .forecast import Loads, record_load
 from .observation import EngineSignals, ScalingObservation
+from .pace import Pace, learned_pace
 from .policy import ScalingPolicy
 
 LEAST_BUSY = 0.1
@@ -23,6 +24,7 @@ SURGE_SMOOTHING = 10.0
 SURGE_DEVIATIONS = 1.0
 """What a surge exceeds the smoothed rate by counts above this many standard deviations of the noise
 that independent arrivals have."""
+EULER_GAMMA = 0.5772
 LEAST_RATE = 1e-6
 """Per second. A slower speed is not valid; dividing by it would request too many engines."""
 
@@ -35,10 +37,10 @@ class History:
     """Data that scaling has learned about one model, and its latest recommendations and changes.
 
     `starts` are the moments at which the starting replicas were requested, oldest first. Speeds are
-    those of one engine at full load. `arrivals` is the smoothed number of requests admitted per
-    second, `surge` the same over the last seconds. `highest` and `lowest` are the recommendations
-    that can still be the extreme of a stabilization window; `changes` are the changes of the count
-    that were made.
+    those of one engine at full load. `pace` is what it needs for a token. `arrivals` is
+    the smoothed number of requests admitted per second, `surge` the same over the last seconds.
+    `highest` and `lowest` are the recommendations that can still be the extreme of a stabilization
+    window; `changes` are the changes of the count that were made.
     """
 
     seen_at: float | None = None
@@ -51,6 +53,7 @@ class History:
     engine_requests: float | None = None
     engine_tokens: float | None = None
     busy: float | None = None
+    pace: Pace = Pace()
     arrivals: float | None = None
     surge: float | None = None
     highest: tuple[TimedCount, ...] = ()
@@ -105,6 +108,18 @@ class History:
         excess = max(0.0, self.surge - self.arrivals - SURGE_DEVIATIONS * noise)
         return self.arrivals + min(excess * (1 + rise), excess + self.surge)
 
+    @property
+    def drain(self) -> float:
+        """Seconds until the last request of a full engine ends, about; 0 until speeds are known.
+
+        A request runs for the capacity divided by the speed, on average. The last one of n
+        independent requests takes the n-th harmonic number as long.
+        """
+        if not self.engine_capacity or not self.engine_requests:
+            return 0.0
+        harmonic = log(self.engine_capacity) + EULER_GAMMA
+        return self.engine_capacity / self.engine_requests * max(1.0, harmonic)
+
     def _pods(self, seen: ScalingObservation, now: float) -> tuple[tuple[float, ...], float | None]:
         """The present starts, and the mean cold start including those that have just ended."""
         arrived = min(len(self.starts), max(0, seen.ready - self.ready))
@@ -119,8 +134,9 @@ class History:
         """An engine's speed at full load, from its speed at the present share of capacity."""
         weight = elapsed / (SMOOTHING + elapsed)
         share = engines.running / engines.capacity
-        busy = share if self.busy is None else _mix(self.busy, share, weight)
-        learned = replace(self, busy=busy, engine_capacity=engines.capacity / ready)
+        busy = _smoothed(self.busy, share, weight)
+        pace = learned_pace(self.pace, engines, ready, elapsed)
+        learned = replace(self, busy=busy, engine_capacity=engines.capacity / ready, pace=pace)
         if busy < LEAST_BUSY:
             return learned
         at_load = 1 / (ready * busy)
@@ -176,7 +192,9 @@ class History:
         if not isinstance(values, dict):
             raise ValueError(f"a history is a JSON object, not {type(values).__name__}")
         names = {field.name for field in fields(cls)}
-        return cls(**{name: _tuples(value) for name, value in values.items() if name in names})
+        known = {name: _tuples(value) for name, value in values.items() if name in names}
+        known["pace"] = Pace(**known.get("pace", {}))
+        return cls(**known)
 
 
 def _has_work(seen: ScalingObservation) -> bool:
@@ -194,11 +212,15 @@ def _mix(old: float, new: float, weight: float) -> float:
     return old + (new - old) * weight
 
 
+def _smoothed(old: float | None, new: float, weight: float) -> float:
+    return new if old is None else _mix(old, new, weight)
+
+
 def _speed(old: float | None, rate: float | None, at_load: float, weight: float) -> float | None:
     if rate is None or rate < LEAST_RATE:
         return old
     new = rate * at_load
-    return new if old is None else _mix(old, new, weight)
+    return _smoothed(old, new, weight)
 
 
 def _extremes(

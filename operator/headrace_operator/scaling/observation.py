@@ -26,7 +26,8 @@ class EngineSignals:
 
     `running` sequences of at most `capacity` (both sums), `kv_utilization` the mean share of KV
     blocks in use, 0 to 1. `requests_per_second` ended and `tokens_per_second` prompt plus output
-    tokens are sums of recent measurements; None if unknown.
+    tokens are sums of recent measurements, as is `output_tokens_per_second`. `prefill_seconds` is
+    the mean time from a request's start to its first token. None if unknown.
     """
 
     running: int
@@ -34,6 +35,8 @@ class EngineSignals:
     kv_utilization: float = 0.0
     requests_per_second: float | None = None
     tokens_per_second: float | None = None
+    output_tokens_per_second: float | None = None
+    prefill_seconds: float | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

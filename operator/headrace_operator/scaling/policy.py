@@ -9,8 +9,8 @@ class PolicyError(ValueError):
     """A value of a policy is out of range; the text names field, value and what is allowed."""
 
 
-SHORTEST_WINDOW = 120.0
-"""Bounds in seconds of the derived window for scaling down, which is as long as a cold start."""
+SHORTEST_WINDOW = 60.0
+"""Bounds in seconds of the derived window for scaling down."""
 LONGEST_WINDOW = 300.0
 
 
@@ -75,6 +75,24 @@ class Forecast:
         _require(self.lead >= 0, "lead", self.lead, "at least 0")
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Objective:
+    """Latencies in seconds that a share `percentile` of the requests is to meet.
+
+    None: no objective of this kind.
+    """
+
+    time_to_first_token: float | None = None
+    time_per_output_token: float | None = None
+    percentile: float = 0.99
+
+    def __post_init__(self) -> None:
+        for name in ("time_to_first_token", "time_per_output_token"):
+            value = getattr(self, name)
+            _require(value is None or value > 0, name, value, "above 0")
+        _require(0 < self.percentile < 1, "percentile", self.percentile, "above 0, below 1")
+
+
 DEFAULT_UP = ScalingRules(
     0.0, (StepLimit(StepKind.PERCENT, 100, 15.0), StepLimit(StepKind.PODS, 4, 15.0))
 )
@@ -88,10 +106,11 @@ class ScalingPolicy:
     """Bounds and targets. `min_replicas` 0 allows scaling to zero after `idle_time`.
 
     `drain_time` is the longest that waiting work may take to be done, `max_age` the longest wait of
-    one request. `utilization` is the target share of the engines' sequences that run,
-    `kv_utilization` that of KV blocks in use. Deviations within `tolerance` change nothing.
-    Metrics older than `stale_after` freeze the count. `cold_start` and `engine_requests_per_second`
-    (of one engine at full load) are first guesses, replaced by what is measured.
+    one request. `utilization` is the target share of the engines' sequences that run; with an
+    `objective`, it counts until speeds are known. `kv_utilization` is that of KV blocks in use.
+    Deviations within `tolerance` change nothing. Metrics older than `stale_after` freeze the count.
+    `cold_start` and `engine_requests_per_second` (of one engine at full load) are first guesses,
+    replaced by what is measured.
     """
 
     min_replicas: int = 1
@@ -99,6 +118,7 @@ class ScalingPolicy:
     drain_time: float = 30.0
     max_age: float = 10.0
     utilization: float = 0.7
+    objective: Objective | None = None
     kv_utilization: float = 0.8
     tolerance: float = 0.1
     idle_time: float = 600.0
@@ -121,14 +141,15 @@ class ScalingPolicy:
         rate = self.engine_requests_per_second
         _require(rate is None or rate > 0, "engine_requests_per_second", rate, "above 0")
 
-    def for_cold_start(self, cold_start: float) -> "ScalingPolicy":
-        """The policy with the margins that depend on the `cold_start` in seconds.
+    def for_cycle(self, cold_start: float, drain: float) -> "ScalingPolicy":
+        """The policy with the window that depends on the seconds of a start and of a drain.
 
-        An engine that takes longer to start again is kept longer.
+        An engine that goes and is needed again costs its drain and a new start. It is kept as long
+        as these take, which costs at most twice as much as knowing when it is needed.
         """
         if self.scale_down.stabilization_window is not None:
             return self
-        window = min(LONGEST_WINDOW, max(SHORTEST_WINDOW, cold_start))
+        window = min(LONGEST_WINDOW, max(SHORTEST_WINDOW, cold_start + drain))
         return replace(self, scale_down=replace(self.scale_down, stabilization_window=window))
 
     def clamp(self, replicas: int) -> int:

@@ -9,6 +9,7 @@ from math import ceil
 
 from .forecast import forecast_load
 from .history import History
+from .objective import MeasuredLoad, utilization_for
 from .observation import QueueSignals, ScalingObservation
 from .policy import ScalingPolicy
 from .reason import Signal
@@ -37,6 +38,21 @@ class _Work:
     backlog: float
     arriving: float
     speed: float
+
+
+def target_utilization(policy: ScalingPolicy, history: History) -> float:
+    """The policy's target, or the one that its objective needs at the expected load."""
+    speed, capacity = history.engine_requests, history.engine_capacity
+    arriving = history.arrivals_ahead(history.cold_start or policy.cold_start)
+    if policy.objective is None or not speed or not capacity or not arriving:
+        return policy.utilization
+    load = MeasuredLoad(
+        running=arriving * capacity / speed,
+        capacity=capacity,
+        service=capacity / speed,
+        pace=history.pace,
+    )
+    return utilization_for(policy.objective, load)
 
 
 def steady_estimates(

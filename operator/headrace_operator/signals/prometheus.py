@@ -15,7 +15,7 @@ from ..scaling.observation import EngineSignals, QueueSignals
 from ..spec.model_service import ModelService
 from ..spec.prometheus_urls import PrometheusUrls, shown
 from . import fetch
-from .signals import PodAddress, Signals, capacity_of_one
+from .signals import ENDED, SPENT, PodAddress, Signals, capacity_of_one, mean_prefill
 
 RATE_WINDOW = "1m"
 MAX_ANSWER_BYTES = 2**20  # of one value
@@ -26,7 +26,6 @@ def queries(model: str) -> dict[str, str]:
     label = f'gen_ai_request_model="{escaped(model)}"'
     depth = f"{metrics.QUEUE_DEPTH.prometheus_name}{{{label}}}"
     running = f'{metrics.ENGINE_REQUESTS.prometheus_name}{{{label},state="running"}}'
-    ended = f"{metrics.ENGINE_REQUEST_PHASE_DURATION.prometheus_name}_count"
     return {
         "at": f"max(timestamp({depth}))",
         "waiting": f"max({depth})",
@@ -39,7 +38,9 @@ def queries(model: str) -> dict[str, str]:
         "capacity": f"avg({metrics.ENGINE_CAPACITY.prometheus_name}{{{label}}})",
         "kv_utilization": f"avg({metrics.ENGINE_KV_UTILIZATION.prometheus_name}{{{label}}})",
         "tokens": _rate(f"{metrics.ENGINE_TOKENS.prometheus_name}{{{label}}}"),
-        "requests": _rate(f'{ended}{{{label},phase="decode"}}'),
+        "output_tokens": _rate(f'{metrics.ENGINE_TOKENS.prometheus_name}{{{label},type="output"}}'),
+        "requests": _rate(f'{ENDED}{{{label},phase="decode"}}'),
+        "prefill": _rate(f'{SPENT}{{{label},phase="prefill"}}'),
     }
 
 
@@ -127,5 +128,7 @@ def _signals(at: float, values: dict[str, float | None], capacity: int) -> Signa
             kv_utilization=min(1.0, number("kv_utilization")),
             requests_per_second=values["requests"],
             tokens_per_second=values["tokens"],
+            output_tokens_per_second=values["output_tokens"],
+            prefill_seconds=mean_prefill(values["prefill"], values["requests"]),
         )
     return Signals(at=at, queue=queue, engines=engines)

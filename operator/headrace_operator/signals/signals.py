@@ -13,9 +13,11 @@ from ..spec.model_service import ModelService
 DEFAULT_CAPACITY = 64  # the engine's own default of max_num_seqs
 MODEL_LABEL = "gen_ai_request_model"
 ENDED = f"{metrics.ENGINE_REQUEST_PHASE_DURATION.prometheus_name}_count"
+SPENT = f"{metrics.ENGINE_REQUEST_PHASE_DURATION.prometheus_name}_sum"
 SAMPLE_NAMES = frozenset(
     {
         ENDED,
+        SPENT,
         metrics.ENGINE_CAPACITY.prometheus_name,
         metrics.ENGINE_KV_BLOCKS.prometheus_name,
         metrics.ENGINE_KV_UTILIZATION.prometheus_name,
@@ -142,6 +144,8 @@ def engine_signals(
         kv_utilization=min(1.0, max(0.0, sum(used) / len(used))) if used else 0.0,
         requests_per_second=rates.get("requests"),
         tokens_per_second=rates.get("tokens"),
+        output_tokens_per_second=rates.get("output_tokens"),
+        prefill_seconds=mean_prefill(rates.get("prefill"), rates.get("requests")),
     )
 
 
@@ -157,8 +161,21 @@ def gateway_counters(page: Samples, at: float) -> Counters:
 def engine_counters(page: Samples, at: float) -> Counters:
     """The counters of an engine; ended requests are counted by their decode phases, one each."""
     ended = [value for labels, value in page.get(ENDED, ()) if labels.get("phase") == "decode"]
-    tokens = sum(_values(page, metrics.ENGINE_TOKENS))
-    return Counters(at=at, values={"tokens": tokens, "requests": sum(ended)})
+    spent = [value for labels, value in page.get(SPENT, ()) if labels.get("phase") == "prefill"]
+    return Counters(
+        at=at,
+        values={
+            "tokens": sum(_values(page, metrics.ENGINE_TOKENS)),
+            "output_tokens": sum(_values(page, metrics.ENGINE_TOKENS, type="output")),
+            "requests": sum(ended),
+            "prefill": sum(spent),
+        },
+    )
+
+
+def mean_prefill(seconds: float | None, requests: float | None) -> float | None:
+    """The mean seconds of a prefill, from the seconds and the requests of the same time."""
+    return seconds / requests if seconds is not None and requests else None
 
 
 def rates(before: Mapping[str, Counters], after: Mapping[str, Counters]) -> Mapping[str, float]:

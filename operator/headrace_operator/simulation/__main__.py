@@ -1,23 +1,26 @@
 """`headrace simulate`: reads the options, compares policies, prints and writes the results."""
 
 import sys
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, TypeVar
 
 import typer
 from rich.console import Console
 from rich.progress import track
 
 from headrace_common.protocol.base import QueueLimits
+from headrace_common.protocol.turns import TurnBounds
 
-from ..scaling import Forecast, PolicyError, ScalingPolicy
+from ..scaling import Forecast, Objective, PolicyError, ScalingPolicy
 from .comparison import POLICIES, Comparison, with_room_to_scale
-from .engine_profile import load_profile
+from .engine_profile import EngineProfile, load_profile
 from .errors import SimulationError
 from .oracle import GOAL
-from .report import table, write_json, write_plot
+from .report import sharing_table, table, write_json, write_plot
 from .result import Objectives
+from .sharing_comparison import SharingComparison
 from .workload import DAY, Diurnal, Trace, diurnal, read_csv
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
@@ -25,6 +28,8 @@ _LIMITS = QueueLimits()
 _POLICY = ScalingPolicy()
 _LOAD = Diurnal()
 _GOALS = Objectives()
+_TURNS = TurnBounds()
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,11 +41,21 @@ class _Outputs:
 @app.command()
 def simulate(
     trace: Annotated[
-        Path | None,
+        list[Path] | None,
         typer.Option(
-            help="CSV with arrival_seconds,prompt_tokens,output_tokens; default: a made-up day."
+            help="CSV with arrival_seconds,prompt_tokens,output_tokens; default: a made-up day. "
+            "Repeat it for several models, which share one accelerator."
         ),
     ] = None,
+    models: Annotated[
+        int, typer.Option(min=1, help="Made-up traces, one a model, at other times of the day.")
+    ] = 1,
+    min_awake: Annotated[
+        float, typer.Option(min=0, help="Seconds that a model with work is awake at least.")
+    ] = _TURNS.min_awake,
+    max_awake: Annotated[
+        float, typer.Option(min=1, help="Seconds after which it lets another model wake up.")
+    ] = _TURNS.max_awake,
     engine_profile: Annotated[
         Path | None,
         typer.Option(help="JSON of benchmarks/calibrate.py; default: an example, not measured."),
@@ -53,6 +68,9 @@ def simulate(
     peak_rate: Annotated[
         float, typer.Option(min=0.001, help="Its requests a second at the busiest time.")
     ] = _LOAD.peak_rate,
+    open_hours: Annotated[
+        float, typer.Option(min=0.1, max=24, help="Hours of a day in which requests come.")
+    ] = _LOAD.open_hours,
     bursts: Annotated[int, typer.Option(min=0, help="Its bursts a day.")] = _LOAD.bursts,
     burst: Annotated[
         float, typer.Option(min=0, help="The largest burst, as a share of the peak rate.")
@@ -71,6 +89,14 @@ def simulate(
     utilization: Annotated[
         float, typer.Option(help="Target of all policies: share of sequences that run.")
     ] = _POLICY.utilization,
+    percentile: Annotated[
+        float | None,
+        typer.Option(
+            min=50,
+            max=99.9,
+            help="Headrace's engines follow the objectives at this percentile, not --utilization.",
+        ),
+    ] = None,
     drain_time: Annotated[
         float, typer.Option(help="Seconds in which waiting work is to be done.")
     ] = _POLICY.drain_time,
@@ -97,6 +123,7 @@ def simulate(
     load = Diurnal(
         seconds=days * DAY,
         peak_rate=peak_rate,
+        open_hours=open_hours,
         bursts=round(bursts * max(1.0, days)),
         burst=burst,
         seed=seed,
@@ -105,33 +132,66 @@ def simulate(
         min_replicas=min_replicas,
         max_replicas=max(1, min_replicas) if max_replicas is None else max_replicas,
         utilization=utilization,
+        objective=None
+        if percentile is None
+        else Objective(
+            time_to_first_token=ttft, time_per_output_token=tpot, percentile=percentile / 100
+        ),
         drain_time=drain_time,
         forecast=Forecast() if forecast else None,
     )
-    arrivals = _trace(trace, load)
+    traces = _traces(trace or (), load, models)
     profile = load_profile(engine_profile)
     if cold_start is not None:
         profile = replace(profile, cold_start_seconds=cold_start)
-    _compare(
-        Comparison(
-            trace=arrivals,
+    objectives = Objectives(time_to_first_token=ttft, time_per_output_token=tpot)
+    limits = QueueLimits(max_requests=max_queued_requests, max_tokens=max_queued_tokens)
+    names = _names(policy)
+    outputs = _Outputs(json, plot)
+    inputs = {
+        "trace": [str(path) for path in trace] if trace else asdict(load),
+        "profile": asdict(profile),
+        "objectives": asdict(objectives),
+        "limits": asdict(limits),
+    }
+    if len(traces) > 1:
+        if min_awake > max_awake:
+            raise SimulationError(f"--min-awake {min_awake:g}: it must not be above --max-awake")
+        if policy or oracle or plot:
+            raise SimulationError("--policy, --oracle and --plot are for one model; leave them out")
+        sharing = SharingComparison(
+            traces=traces,
             profile=profile,
-            policy=wanted if max_replicas else with_room_to_scale(arrivals, profile, wanted),
-            objectives=Objectives(time_to_first_token=ttft, time_per_output_token=tpot),
-            limits=QueueLimits(max_requests=max_queued_requests, max_tokens=max_queued_tokens),
-        ),
-        _names(policy),
-        {"trace": asdict(load) if trace is None else str(trace)},
-        _Outputs(json, plot),
-        with_oracle=oracle,
+            policy=wanted,
+            bounded=max_replicas is not None,
+            objectives=objectives,
+            limits=limits,
+            bounds=TurnBounds(min_awake, max_awake),
+        )
+        _compare_sharing(sharing, inputs, outputs)
+        return
+    (arrivals,) = traces
+    comparison = Comparison(
+        trace=arrivals,
+        profile=profile,
+        policy=wanted if max_replicas else with_room_to_scale(arrivals, profile, wanted),
+        objectives=objectives,
+        limits=limits,
     )
+    _compare(comparison, names, inputs, outputs, with_oracle=oracle)
 
 
-def _trace(path: Path | None, load: Diurnal) -> Trace:
-    found = diurnal(load) if path is None else read_csv(path)
-    if not len(found):
-        raise SimulationError("the made-up trace has no requests; raise --peak-rate or --days")
-    return found
+def _traces(paths: Sequence[Path], load: Diurnal, models: int) -> tuple[Trace, ...]:
+    """The traces of the files, or made-up ones whose days are spread evenly over a day."""
+    if paths and models > 1:
+        raise SimulationError("--models is for made-up traces; repeat --trace instead")
+    made = (
+        replace(load, seed=load.seed + number, shift=number / models) for number in range(models)
+    )
+    traces = tuple(map(read_csv, paths)) if paths else tuple(map(diurnal, made))
+    if not all(map(len, traces)):
+        raise SimulationError("a made-up trace has no requests; raise --peak-rate or --days")
+    return traces
 
 
 def _names(chosen: list[str] | None) -> tuple[str, ...]:
@@ -150,17 +210,9 @@ def _compare(
     with_oracle: bool,
 ) -> None:
     console = Console()
-    trace, profile = comparison.trace, comparison.profile
-    title = (
-        f"{len(trace):,} requests in {trace.seconds / 3600:.1f} hours, engine {profile.name}, "
-        f"TTFT {comparison.objectives.time_to_first_token:g} s, "
-        f"TPOT {comparison.objectives.time_per_output_token * 1000:g} ms"
-    )
+    title = _title((comparison.trace,), comparison.profile, comparison.objectives)
     console.print(title, highlight=False)
-    progress = Console(stderr=True)
-    runs = comparison.run(names)
-    working = track(runs, "simulating", len(names), console=progress, transient=True)
-    results = list(working)
+    results = list(_tracked(comparison.run(names), len(names)))
     bound = None
     if with_oracle:
         results.append(comparison.oracle())
@@ -173,19 +225,46 @@ def _compare(
             highlight=False,
         )
         inputs["lower_bound_gpu_hours"] = bound
-    inputs |= {
-        "requests": len(trace),
-        "profile": asdict(profile),
-        "policy": asdict(comparison.policy),
-        "objectives": asdict(comparison.objectives),
-        "limits": asdict(comparison.limits),
-    }
+    inputs |= {"requests": len(comparison.trace), "policy": asdict(comparison.policy)}
     if outputs.json is not None:
         write_json(outputs.json, inputs, results)
         _tell("results", outputs.json)
     if outputs.plot is not None:
         write_plot(outputs.plot, title, results)
         _tell("picture", outputs.plot)
+
+
+def _compare_sharing(
+    comparison: SharingComparison, inputs: dict[str, Any], outputs: _Outputs
+) -> None:
+    console = Console()
+    title = _title(comparison.traces, comparison.profile, comparison.objectives)
+    console.print(title, highlight=False)
+    results = list(_tracked(comparison.run(), comparison.RUNS))
+    console.print(sharing_table(results))
+    inputs |= {
+        "requests": [len(trace) for trace in comparison.traces],
+        "policy": asdict(comparison.policy),
+        "turns": asdict(comparison.bounds),
+    }
+    if outputs.json is not None:
+        write_json(outputs.json, inputs, results)
+        _tell("results", outputs.json)
+
+
+def _title(traces: Sequence[Trace], profile: EngineProfile, objectives: Objectives) -> str:
+    requests = sum(map(len, traces))
+    hours = max(trace.seconds for trace in traces) / 3600
+    models = f" of {len(traces)} models" if len(traces) > 1 else ""
+    return (
+        f"{requests:,} requests{models} in {hours:.1f} hours, engine {profile.name}, "
+        f"TTFT {objectives.time_to_first_token:g} s, "
+        f"TPOT {objectives.time_per_output_token * 1000:g} ms"
+    )
+
+
+def _tracked(runs: Iterable[T], count: int) -> Iterable[T]:
+    return track(runs, "simulating", count, console=Console(stderr=True), transient=True)
 
 
 def _tell(what: str, path: Path) -> None:

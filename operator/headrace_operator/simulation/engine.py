@@ -9,6 +9,7 @@ is ever preempted; the engine itself reserves less and preempts instead.
 
 from collections import deque
 from heapq import heappop, heappush
+from math import ceil
 
 from .engine_profile import EngineProfile
 from .events import NEVER
@@ -115,6 +116,14 @@ class SimulatedEngine:
             self._end(request, tokens, ended)
         self._set_rates()
         return begun, ended
+
+    def left(self, now: float) -> dict[int, int]:
+        """Returns the tokens that each decoding request has not got yet, rounded up."""
+        self._advance(now)
+        return {
+            request: max(1, ceil(ends - self._tokens_per_sequence - _NOTHING))
+            for ends, request, _ in self._decoding
+        }
 
     def _end_prefill(self, begun: list[int], ended: list[int]) -> None:
         request, prompt, output = self._prefilling.popleft()

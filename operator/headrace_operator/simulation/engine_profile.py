@@ -16,7 +16,8 @@ class EngineProfile:
     """Speeds of one engine. `decode_step` maps a batch size to seconds of a step that only decodes.
 
     `cold_start_seconds` is from the pod's creation until it serves; `kv_tokens` the tokens that its
-    KV cache holds, `gpus` what one engine costs.
+    KV cache holds, `gpus` what one engine costs. `switch_seconds` is from the moment at which one
+    engine begins to fall asleep until another one on the same accelerator is awake.
     """
 
     name: str
@@ -27,6 +28,7 @@ class EngineProfile:
     kv_tokens: int
     cold_start_seconds: float
     gpus: float = 1.0
+    switch_seconds: float = 3.0
 
     def step_seconds(self) -> list[float]:
         """Seconds of a decode step for each batch size from 0 to `max_num_seqs`, interpolated.
@@ -77,7 +79,7 @@ def _check(profile: EngineProfile) -> None:
     for name in ("prefill_tokens_per_second", "max_num_seqs", "max_num_batched_tokens"):
         if not getattr(profile, name) > 0:
             raise ValueError(f"{name} must be above 0, not {getattr(profile, name)}")
-    for name in ("kv_tokens", "cold_start_seconds", "gpus"):
+    for name in ("kv_tokens", "cold_start_seconds", "gpus", "switch_seconds"):
         if not getattr(profile, name) > 0:
             raise ValueError(f"{name} must be above 0, not {getattr(profile, name)}")
     steps = profile.decode_step

@@ -1,13 +1,24 @@
 """The pods of a simulated fleet: their starts, service, drains and ends, and which takes a request.
 
 A pod costs from its creation to its end. Scaling down first takes pods that are still starting, the
-newest first, then those with the fewest running requests, which finish.
+newest first, then those with the fewest running requests, which finish. Scaling up first recalls
+those that still finish, the newest victims first, as the operator does.
+
+A request goes to an engine as the queue places it: to the first in an order of its own whose load
+is at most a little above its share. All prefixes differ, so these orders are random.
 """
 
 from heapq import heappop, heappush
+from math import ceil
+from random import Random
+
+from headrace_common.protocol.prefix_routing import MAX_CANDIDATES
 
 from .engine import EngineCosts, SimulatedEngine
 from .engine_profile import EngineProfile
+
+LOAD_FACTOR = 1.25
+"""The most load that an engine gets by placement, in shares; the gateways' default."""
 
 
 class Fleet:
@@ -17,7 +28,10 @@ class Fleet:
         self._numbers = 0
         self._starting: dict[int, float] = {}
         self._loads: list[tuple[int, int]] = []
+        self._order = Random(0)  # noqa: S311 - not a secret
         self._gone_tokens = 0.0
+        self._draining: dict[int, SimulatedEngine] = {}
+        """Victims of scaling down that still run requests, in the order of their choice."""
         self.engines: dict[int, SimulatedEngine] = {}
         self.serving: dict[int, SimulatedEngine] = {}
         self.lifetimes: list[tuple[float, float]] = []
@@ -49,6 +63,16 @@ class Fleet:
             self._starting[self._numbers] = now
             self.ready(self._numbers, now)
 
+    def recall(self, count: int) -> int:
+        """Lets at most `count` draining engines serve again; returns how many."""
+        recalled = min(count, len(self._draining))
+        for _ in range(recalled):
+            number, engine = self._draining.popitem()
+            engine.draining = False
+            self.serving[number] = engine
+            self.note_load(engine)
+        return recalled
+
     def create(self, count: int, now: float) -> list[tuple[float, int]]:
         """Creates pods; returns each with the time at which it will be ready."""
         made = []
@@ -77,11 +101,12 @@ class Fleet:
         for engine in victims[:count]:
             del self.serving[engine.number]
             engine.draining = True
+            self._draining[engine.number] = engine
             self.retire_if_done(engine, now)
 
     def retire_if_done(self, engine: SimulatedEngine, now: float) -> None:
         if engine.draining and engine.running == 0:
-            del self.engines[engine.number]
+            del self.engines[engine.number], self._draining[engine.number]
             self._gone_tokens += engine.tokens_out
             self.lifetimes.append((engine.started_at, now))
 
@@ -90,7 +115,21 @@ class Fleet:
         if not engine.draining:
             heappush(self._loads, (engine.running, engine.number))
 
-    def least_loaded(self, prompt: int, output: int) -> SimulatedEngine | None:
+    def place(self, waiting: int, prompt: int, output: int) -> SimulatedEngine | None:
+        """The engine that takes a request; None if all are full. `waiting` requests are queued,
+        this one included."""
+        engines = list(self.serving.values())
+        total = sum(engine.running for engine in engines) + waiting
+        bound = ceil(LOAD_FACTOR * total / max(1, len(engines)))
+        for tried in range(min(MAX_CANDIDATES, len(engines))):
+            at = self._order.randrange(tried, len(engines))
+            engines[tried], engines[at] = engines[at], engines[tried]
+            engine = engines[tried]
+            if engine.running < bound and engine.has_room(prompt, output):
+                return engine
+        return self._least_loaded(prompt, output)
+
+    def _least_loaded(self, prompt: int, output: int) -> SimulatedEngine | None:
         """The engine with room that runs the fewest requests; None if all are full."""
         loads = self._loads
         while loads:

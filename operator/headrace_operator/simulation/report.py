@@ -3,12 +3,13 @@
 import json
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from rich.table import Table
 
 from .errors import SimulationError
 from .result import SimulationResult
+from .sharing_comparison import ModelsResult
 
 _COLORS = {
     "fixed peak": "#8c8c8c",
@@ -50,13 +51,38 @@ def _row(result: SimulationResult, base: float) -> list[str]:
     ]
 
 
+def sharing_table(results: Sequence[ModelsResult]) -> Table:
+    """A table of ways to serve several models. GPU-hours are also given relative to the first.
+
+    lowest: the model that met its objectives least often. wake-ups: of engines that share.
+    """
+    made = Table(box=None, pad_edge=False, header_style="bold")
+    made.add_column("models", no_wrap=True)
+    for head in ("SLO met", "lowest", "GPU-hours", "share", "wake-ups"):
+        made.add_column(head, justify="right", no_wrap=True)
+    for each in results:
+        made.add_row(
+            each.name,
+            f"{each.attainment:.2%}",
+            f"{min(each.by_model):.2%}",
+            f"{each.gpu_hours:.1f}",
+            f"{each.gpu_hours / results[0].gpu_hours:.0%}",
+            str(each.wake_ups),
+        )
+    return made
+
+
 def _seconds(value: float | None) -> str:
     if value is None:
         return "-"
     return f"{value:.2f} s" if value >= 1 else f"{value * 1000:.0f} ms"
 
 
-def write_json(path: Path, inputs: dict[str, Any], results: Sequence[SimulationResult]) -> None:
+class Summarized(Protocol):
+    def summary(self) -> dict[str, Any]: ...
+
+
+def write_json(path: Path, inputs: dict[str, Any], results: Sequence[Summarized]) -> None:
     """Writes results as JSON. Raises SimulationError if the file cannot be written."""
     values = {"inputs": inputs, "results": [result.summary() for result in results]}
     try:

@@ -2,6 +2,7 @@
 
 from collections import deque
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 
@@ -40,6 +41,24 @@ def simulate(setup: Setup, scaler: SimulatedScaler) -> SimulationResult:
     return _Run(setup, scaler).result()
 
 
+class _Counters(NamedTuple):
+    """Running totals, or what was counted within `seconds`."""
+
+    seconds: float
+    admitted: float
+    begun: float
+    ended: float
+    prompt_tokens: float
+    output_tokens: float
+    prefill_seconds: float
+
+    def since(self, before: "_Counters") -> "_Counters":
+        return _Counters(*(new - old for new, old in zip(self, before, strict=True)))
+
+    def rate(self, count: float) -> float | None:
+        return count / self.seconds if self.seconds else None
+
+
 class _Run:
     def __init__(self, setup: Setup, scaler: SimulatedScaler) -> None:
         self._setup = setup
@@ -57,7 +76,11 @@ class _Run:
         """The next event of each engine that has one."""
         self._admitted = self._refused = self._expired = self._ended = 0
         self._prompt_tokens = 0
-        self._counters: deque[tuple[float, int, int, float]] = deque()
+        self._started: dict[int, float] = {}
+        """When each request started that has no token yet."""
+        self._begun = 0
+        self._prefill_seconds = 0.0
+        self._counters: deque[_Counters] = deque()
         self._ups = self._downs = self._most = 0
         self._samples: list[Sample] = []
         self._sampled = 0
@@ -115,7 +138,7 @@ class _Run:
             request = self._waiting[0]
             prompt, output = self._prompts[request], self._outputs[request]
             late = now - self._arrivals[request] > self._setup.deadline
-            engine = None if late else self._fleet.least_loaded(prompt, output)
+            engine = None if late else self._fleet.place(len(self._waiting), prompt, output)
             if not late and engine is None:
                 return
             self._waiting.popleft()
@@ -124,6 +147,7 @@ class _Run:
                 self._expired += 1
                 continue
             engine.start(request, prompt, output, now)
+            self._started[request] = now
             self._fleet.note_load(engine)
             self._schedule(engine)
 
@@ -143,8 +167,10 @@ class _Run:
         for request in begun:
             self._first[request] = now
             self._prompt_tokens += self._prompts[request]
+            self._prefill_seconds += now - self._started.pop(request)
         for request in ended:
             self._ends[request] = now
+        self._begun += len(begun)
         self._ended += len(ended)
         self._schedule(engine)
         if ended:
@@ -166,8 +192,11 @@ class _Run:
         change = wanted - self._fleet.desired
         if change > 0:
             self._ups += 1
-            for ready_at, number in self._fleet.create(change, now):
+            recalled = self._fleet.recall(change)
+            for ready_at, number in self._fleet.create(change - recalled, now):
                 self._events.at(ready_at, self._pod_ready, number, rank=_READY)
+            if recalled:
+                self._dispatch()
         elif change < 0:
             self._downs += 1
             self._fleet.remove(-change, now)
@@ -178,14 +207,16 @@ class _Run:
     def _observe(self, now: float) -> ScalingObservation:
         """The observation that the operator would make from gateways' and engines' metrics."""
         fleet = self._fleet
-        admitted, requests, tokens = self._rates(now)
+        passed = self._passed(now)
         oldest = now - self._arrivals[self._waiting[0]] if self._waiting else 0.0
         engines = EngineSignals(
             running=fleet.running,
             capacity=fleet.capacity(),
             kv_utilization=fleet.kv_utilization(),
-            requests_per_second=requests,
-            tokens_per_second=tokens,
+            requests_per_second=passed.rate(passed.ended),
+            tokens_per_second=passed.rate(passed.prompt_tokens + passed.output_tokens),
+            output_tokens_per_second=passed.rate(passed.output_tokens),
+            prefill_seconds=passed.prefill_seconds / passed.begun if passed.begun else None,
         )
         in_flight = sum(engine.running for engine in fleet.engines.values())
         return ScalingObservation(
@@ -197,27 +228,27 @@ class _Run:
                 waiting_tokens=self._waiting_tokens,
                 pending=in_flight,
                 oldest_age=oldest,
-                arrival_rate=admitted,
+                arrival_rate=passed.rate(passed.admitted),
             ),
             engines=engines if fleet.serving else None,
         )
 
-    def _rates(self, now: float) -> tuple[float | None, float | None, float | None]:
-        """Requests admitted, requests ended and tokens computed per second, recently."""
-        tokens = self._fleet.tokens_out + self._prompt_tokens
+    def _passed(self, now: float) -> "_Counters":
+        """What was counted recently."""
         counters = self._counters
-        counters.append((now, self._admitted, self._ended, tokens))
-        while len(counters) > 2 and now - counters[1][0] >= RATE_WINDOW:
-            counters.popleft()
-        at, admitted, ended, before = counters[0]
-        if now == at:
-            return None, None, None
-        seconds = now - at
-        return (
-            (self._admitted - admitted) / seconds,
-            (self._ended - ended) / seconds,
-            (tokens - before) / seconds,
+        newest = _Counters(
+            seconds=now,
+            admitted=self._admitted,
+            begun=self._begun,
+            ended=self._ended,
+            prompt_tokens=self._prompt_tokens,
+            output_tokens=self._fleet.tokens_out,
+            prefill_seconds=self._prefill_seconds,
         )
+        counters.append(newest)
+        while len(counters) > 2 and now - counters[1].seconds >= RATE_WINDOW:
+            counters.popleft()
+        return newest.since(counters[0])
 
     def _sample(self, seen: ScalingObservation, wanted: int, now: float) -> Sample:
         assert seen.queue is not None, "a simulated queue is always seen"

@@ -11,6 +11,8 @@ from .errors import SimulationError
 
 COLUMNS = ("arrival_seconds", "prompt_tokens", "output_tokens")
 DAY = 86_400.0
+_NOON = 13.5
+"""The hour between the two peaks of a day."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,13 +43,16 @@ class Diurnal:
     `peak_rate` is the requests a second at the top of the rhythm, `night` the share of it that is
     left at the lowest. A burst rises within a minute by up to `burst` times the peak rate, lasts 3
     to 15 minutes and falls as fast. Lengths are log-normal with the given means and cut at
-    `longest` tokens. The rhythm has a period of `day` seconds.
+    `longest` tokens. The rhythm has a period of `day` seconds, and is ahead by `shift` of it.
+    Requests come in `open_hours` of its 24 hours alone, centred on the time between the peaks.
     """
 
     seconds: float = DAY
     day: float = DAY
+    shift: float = 0.0
     peak_rate: float = 8.0
     night: float = 0.08
+    open_hours: float = 24.0
     bursts: int = 8
     burst: float = 0.4
     prompt_mean: float = 1200.0
@@ -66,9 +71,12 @@ def diurnal(load: Diurnal) -> Trace:
     highest = load.peak_rate * (1 + load.burst * max(1, load.bursts))
     count = random.poisson(highest * load.seconds)
     times = np.sort(random.uniform(0, load.seconds, count))
-    rates = load.peak_rate * _rhythm(times / load.day, load.night)
+    days = times / load.day + load.shift
+    rates = load.peak_rate * _rhythm(days, load.night)
     for start, length, height in zip(starts, lengths, heights, strict=True):
         rates += height * np.clip(np.minimum(times - start, start + length - times) / 60, 0, 1)
+    from_noon = np.abs((days * 24 - _NOON + 12) % 24 - 12)
+    rates[from_noon > load.open_hours / 2] = 0.0
     kept = times[random.uniform(0, highest, count) < rates]
     return Trace(
         arrivals=kept,

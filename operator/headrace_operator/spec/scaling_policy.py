@@ -6,6 +6,7 @@ from ..scaling.policy import (
     DEFAULT_DOWN,
     DEFAULT_UP,
     Forecast,
+    Objective,
     ScalingPolicy,
     ScalingRules,
     StepKind,
@@ -16,13 +17,20 @@ from .scaling_section import BehaviorRulesSpec, ScalingSpec
 
 def scaling_policy(spec: ScalingSpec) -> ScalingPolicy:
     """The policy of a spec; it exists for every parsed spec, as the schema has the same bounds."""
-    targets, forecast = spec.targets, spec.forecast
+    targets, forecast, objective = spec.targets, spec.forecast, spec.objective
     return ScalingPolicy(
         min_replicas=spec.min_replicas,
         max_replicas=spec.max_replicas,
         drain_time=targets.drain_seconds,
         max_age=targets.oldest_age_seconds,
         utilization=targets.utilization,
+        objective=None
+        if objective is None
+        else Objective(
+            time_to_first_token=objective.ttft_seconds,
+            time_per_output_token=objective.tpot_seconds,
+            percentile=objective.percentile / 100,
+        ),
         kv_utilization=targets.kv_utilization,
         tolerance=targets.tolerance,
         idle_time=spec.idle_seconds,

@@ -25,6 +25,27 @@ class TargetsSpec(SpecSection):
     """Waiting and running requests of one engine: the target of modes keda and hpa alone."""
 
 
+class ObjectiveSpec(SpecSection):
+    cel: ClassVar[tuple[tuple[str, str], ...]] = (
+        (
+            "has(self.ttftSeconds) || has(self.tpotSeconds)",
+            "set ttftSeconds, tpotSeconds or both",
+        ),
+    )
+    ttft_seconds: float | None = Field(None, gt=0, strict=False)
+    """Seconds from a request's admission to its first token."""
+    tpot_seconds: float | None = Field(None, gt=0, strict=False)
+    """Mean seconds per output token after the first."""
+    percentile: float = Field(99.0, ge=50, le=99.9, strict=False)
+    """Share of the requests, in per cent, that are to be as fast."""
+
+    @model_validator(mode="after")
+    def _one(self) -> "ObjectiveSpec":
+        if self.ttft_seconds is None and self.tpot_seconds is None:
+            raise ValueError(self.cel[0][1])
+        return self
+
+
 class BehaviorPolicySpec(SpecSection):
     type: Literal["Pods", "Percent"]
     """Whether value counts engines or per cent of them."""
@@ -47,8 +68,8 @@ class BehaviorSpec(SpecSection):
     scale_up: BehaviorRulesSpec = BehaviorRulesSpec()
     """Default: no window, twice the engines or 4 more in 15 s, whichever is more."""
     scale_down: BehaviorRulesSpec = BehaviorRulesSpec()
-    """Default: a window as long as the measured cold start, 120 to 300 s (keda and hpa: 300 s); a
-    quarter of the engines or 1 in 60 s, whichever is more."""
+    """Default: a window as long as a start and a drain are measured to take, 60 to 300 s (keda and
+    hpa: 300 s); a quarter of the engines or 1 in 60 s, whichever is more."""
 
 
 class ForecastSpec(SpecSection):
@@ -73,6 +94,14 @@ class ScalingSpec(SpecSection):
             "a HorizontalPodAutoscaler cannot scale to zero: minReplicas must be above 0, "
             "or mode operator or keda",
         ),
+        (
+            "!has(self.objective) || !has(self.targets) || !has(self.targets.utilization)",
+            "the objective decides the utilization: set objective or targets.utilization",
+        ),
+        (
+            "!has(self.objective) || !has(self.mode) || self.mode == 'operator'",
+            "objective needs mode operator",
+        ),
     )
     mode: Mode = "operator"
     """Who decides: operator, keda or hpa (their objects are made and set spec.replicas), or none
@@ -88,6 +117,8 @@ class ScalingSpec(SpecSection):
     """Metrics older than this change nothing."""
     cold_start_seconds: int = Field(120, ge=1, le=86400)
     """First guess of how long an engine takes to start, until it has been measured."""
+    objective: ObjectiveSpec | None = None
+    """Latencies that decide the engines' utilization, instead of targets.utilization."""
     targets: TargetsSpec = TargetsSpec()
     """The targets that decide the number of engines."""
     behavior: BehaviorSpec = BehaviorSpec()
@@ -104,4 +135,8 @@ class ScalingSpec(SpecSection):
             raise ValueError(self.cel[0][1])
         if self.mode == "hpa" and self.min_replicas == 0:
             raise ValueError(self.cel[1][1])
+        if self.objective is not None and "utilization" in self.targets.model_fields_set:
+            raise ValueError(self.cel[2][1])
+        if self.objective is not None and self.mode != "operator":
+            raise ValueError(self.cel[3][1])
         return self

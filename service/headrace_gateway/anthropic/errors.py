@@ -9,8 +9,8 @@ from starlette.types import Scope
 from ..errors import ApiError
 
 PATH = "/v1/messages"
-# A path of both APIs; Anthropic's clients send this header with every request.
-SHARED_PATH = "/v1/models"
+# Paths of both APIs; Anthropic's clients send this header with every request.
+SHARED_PATHS = ("/v1/models", "/v1/files")
 VERSION_HEADER = b"anthropic-version"
 
 _TYPES: Mapping[int, str] = {
@@ -51,7 +51,9 @@ def is_anthropics(scope: Scope) -> bool:
     path = scope["path"]
     if _is_below(path, PATH):
         return True
-    return _is_below(path, SHARED_PATH) and any(n == VERSION_HEADER for n, _ in scope["headers"])
+    if not any(_is_below(path, shared) for shared in SHARED_PATHS):
+        return False
+    return any(name == VERSION_HEADER for name, _ in scope["headers"])
 
 
 def _is_below(path: str, root: str) -> bool:

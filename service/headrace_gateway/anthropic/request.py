@@ -18,7 +18,6 @@ from ..schemas.chat_messages import (
     Message,
     TextPart,
     function_tool,
-    image_part,
     named_tool,
 )
 from ..schemas.structured_fields import refused
@@ -154,7 +153,7 @@ def _parts(content: Sequence[TextBlock | ImageBlock], place: str) -> list[TextPa
 
 
 def _image(block: ImageBlock, place: str) -> ImagePart:
-    return image_part(block.source.address, f"{place}.source.{block.source.field}")
+    return block.source.chat_part(f"{place}.source")
 
 
 def _thought(block: ThinkingBlock) -> str:

@@ -15,6 +15,9 @@ from ..schemas.chat_messages import (
     NO_TOOL_SEARCH,
     Body,
     FunctionName,
+    ImagePart,
+    file_part,
+    image_part,
     nothing_but,
     only,
 )
@@ -63,33 +66,32 @@ class EncodedSource(Body):
     media_type: Literal["image/jpeg", "image/png", "image/gif", "image/webp"]
     data: Text
 
-    @property
-    def address(self) -> str:
-        return f"data:{self.media_type};base64,{self.data}"
-
-    @property
-    def field(self) -> str:
-        """Returns the name of the field with the image."""
-        return "data"
+    def chat_part(self, place: str) -> ImagePart:
+        """Returns the image in a chat's form; `place` is the name of this source."""
+        return image_part(f"data:{self.media_type};base64,{self.data}", f"{place}.data")
 
 
 class UrlSource(Body):
     type: Literal["url"]
     url: Text
 
-    @property
-    def address(self) -> str:
-        return self.url
+    def chat_part(self, place: str) -> ImagePart:
+        """Returns the image in a chat's form; `place` is the name of this source."""
+        return image_part(self.url, f"{place}.url")
 
-    @property
-    def field(self) -> str:
-        """Returns the name of the field with the image."""
-        return "url"
+
+class FileSource(Body):
+    type: Literal["file"]
+    file_id: Name
+
+    def chat_part(self, place: str) -> ImagePart:
+        """Returns the image in a chat's form; `place` is the name of this source."""
+        return file_part(self.file_id, f"{place}.file_id")
 
 
 class ImageBlock(Body):
     type: Literal["image"]
-    source: Annotated[EncodedSource | UrlSource, Field(discriminator="type")]
+    source: Annotated[EncodedSource | UrlSource | FileSource, Field(discriminator="type")]
     cache_control: CacheControl | None = None
     transformations: Annotated[Any, *only([], reason="images are read as they are")] = None
 

@@ -10,6 +10,7 @@ from headrace_common.protocol.redis.client.connection import Connection
 from headrace_common.protocol.redis.files import RedisFiles
 
 from ..generation.resumable_response import ResumableRequests
+from ..images.intake import ImageIntake
 from ..limits.api_keys import KeyFile
 from ..limits.tenant_stores import TenantStores
 from ..settings import GatewaySettings
@@ -74,6 +75,7 @@ def make_batch_context(
 def make_batch_service(
     storage: Storage,
     settings: GatewaySettings,
+    images: ImageIntake,
     stores: TenantStores,
     changed: Callable[[], None],
 ) -> BatchService:
@@ -85,6 +87,7 @@ def make_batch_service(
     return BatchService(
         files=storage.files,
         batches=storage.batches,
+        images=images,
         stores=stores,
         limits=limits,
         changed=changed,

@@ -22,14 +22,19 @@ from headrace_common.protocol.redis.batches import RedisBatches
 from headrace_common.protocol.redis.files import RedisFiles, pieces
 
 from ..errors import ApiError, invalid
+from ..images.intake import ImageIntake
+from ..images.uploads import IMAGE_PURPOSE
 from ..limits.fields import Name
 from ..limits.tenant_stores import TenantStores
 from ..limits.tenants import ReadAccess
+from ..limits.work import Work
 from ..schemas.chat_messages import Body
 from .items import batch_item, file_item
 from .lines import ENDPOINTS
 
 BATCH_PURPOSE = "batch"
+# The purposes of files that clients may upload.
+PURPOSES = (BATCH_PURPOSE, IMAGE_PURPOSE)
 MAX_FILENAME_CHARS = 255
 MAX_METADATA = 16
 _WINDOW = re.compile(r"([1-9][0-9]{0,3})([mhd])")
@@ -63,6 +68,17 @@ class BatchServiceLimits:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Upload:
+    """A file that a client sends. `ttl` is the number of seconds to store it, None for the
+    longest."""
+
+    filename: str
+    purpose: str
+    content: bytes
+    ttl: int | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class BatchService:
     """Stores and finds files and batches for clients.
 
@@ -71,17 +87,20 @@ class BatchService:
 
     files: RedisFiles
     batches: RedisBatches
+    images: ImageIntake
     stores: TenantStores
     limits: BatchServiceLimits
     changed: Callable[[], None]
     clock: Callable[[], float]
 
-    async def upload(
-        self, tenant: str, filename: str, purpose: str, content: bytes, ttl: int | None
-    ) -> StoredFile:
-        """Stores a file. Raises ApiError."""
-        if purpose != BATCH_PURPOSE:
-            raise invalid(f"purpose: must be 'batch', not {purpose[:40]!r}.", param="purpose")
+    async def upload(self, upload: Upload, work: Work) -> StoredFile:
+        """Stores a file of `work`'s tenant. Raises ApiError."""
+        purpose, content, tenant = upload.purpose, upload.content, work.tenant
+        if purpose not in PURPOSES:
+            raise invalid(
+                f"purpose: must be {' or '.join(map(repr, PURPOSES))}, not {purpose[:40]!r}.",
+                param="purpose",
+            )
         if not content:
             raise invalid("file: is empty.", param="file")
         if len(content) > self.limits.max_file_bytes:
@@ -91,17 +110,21 @@ class BatchService:
                 param="file",
                 code="request_too_large",
             )
+        ttl, digest = self._ttl(upload.ttl), ""
+        if purpose == IMAGE_PURPOSE:
+            digest = (await self.images.check(content, "file", work)).hex()
         now = int(self.clock())
         parts = pieces(content)
         file = StoredFile(
             id=f"file-{secrets.token_hex(16)}",
             tenant=tenant,
-            filename=filename[:MAX_FILENAME_CHARS] or "file",
+            filename=upload.filename[:MAX_FILENAME_CHARS] or "file",
             purpose=purpose,
             bytes=len(content),
             chunks=len(parts),
             created_at=now,
-            expires_at=now + self._ttl(ttl),
+            expires_at=now + ttl,
+            digest=digest,
         )
         await self.stores.occupy(tenant, file_item(file), "file")
         await self.files.add(file)

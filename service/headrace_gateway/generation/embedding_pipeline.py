@@ -20,6 +20,7 @@ from ..limits.tenants import tenancy_of
 from ..models.models import ServedModel
 from ..resumable.idempotency import RESUMABLE_HEADER, ResumeOptions, fingerprint, resume_options
 from ..resumable.stored_embeddings import OPERATION, StoredEmbeddingRequest, bytes_of
+from ..schemas.chat_messages import Message
 from ..streaming.disconnecting_response import answering, check_client
 from ..telemetry.observation import Observation
 from .admission import Job, tokenizing_limit
@@ -32,6 +33,7 @@ from .embeddings import (
     content_of,
 )
 from .pipeline import Pipeline
+from .prompts import ChatOptions, Prompt
 from .resumable_response import queue_id_of
 
 # An engine that does not know embeddings generates one token instead, by which the gateway
@@ -160,32 +162,63 @@ async def _resumable_response(
 
 
 async def _job(call: EmbeddingCall) -> Job:
+    # a refusal here comes before the prompts are read
+    tenancy = tenancy_of(call.pipeline.caller, call.body)
+    prompts = await _encode(call)
     return Job(
         request_id=call.request_id,
         model=call.model,
-        # a refusal here comes before the prompts are read
-        tenancy=tenancy_of(call.pipeline.caller, call.body),
-        prompts=await _encode(call),
+        tenancy=tenancy,
+        prompts=[each.token_ids for each in prompts],
+        images=prompts[0].images,
         sampling=SAMPLING,
         trace=call.observation.trace,
         pooling=PoolingParams(dimensions=call.body.dimensions),
     )
 
 
-async def _encode(call: EmbeddingCall) -> list[list[int]]:
+async def _encode(call: EmbeddingCall) -> Sequence[Prompt]:
+    """Returns the prompt of each input; that of messages, which are one input, may have images."""
+    body = call.body
+    if (body.input is None) == (body.messages is None):
+        raise invalid("Give either input or messages.", param="input")
     context = await call.pipeline.admission.context(call.model)
-    prompts = await call.pipeline.prompts.completion(
+    if body.messages is None:
+        name, prompts = "input", await _inputs(call, context)
+    else:
+        name, prompts = "messages", [await _chat(call, body.messages, context)]
+    longest = max(map(len, prompts))
+    if context is not None and longest > context:
+        raise too_long(context, f"{longest} tokens in one input", param=name)
+    return prompts
+
+
+async def _inputs(call: EmbeddingCall, context: int | None) -> list[Prompt]:
+    found = await call.pipeline.prompts.completion(
         call.model,
         call.body.input,
-        add_special_tokens=call.body.add_special_tokens,
+        add_special_tokens=call.body.add_special_tokens is not False,
         max_prompts=call.max_inputs,
         context=context,
         name="input",
     )
-    longest = max(map(len, prompts))
-    if context is not None and longest > context:
-        raise too_long(context, f"{longest} tokens in one input", param="input")
-    return prompts
+    return [Prompt(each) for each in found]
+
+
+async def _chat(call: EmbeddingCall, messages: Sequence[Message], context: int | None) -> Prompt:
+    body = call.body
+    if call.model.images is not None and call.model.images.alone:
+        special = body.add_special_tokens is not False
+        return await call.pipeline.prompts.alone(
+            call.model, messages, add_special_tokens=special, context=context
+        )
+    options = ChatOptions(
+        add_generation_prompt=body.add_generation_prompt,
+        continue_final_message=body.continue_final_message,
+        add_special_tokens=body.add_special_tokens is True,
+        variables=body.chat_template_kwargs,
+    )
+    return await call.pipeline.prompts.chat(call.model, messages, options, context)
 
 
 async def _requests(

@@ -16,14 +16,14 @@ from headrace_common.protocol.store import StoredRequest
 from headrace_common.sampling.pooling import MAX_EMBEDDING_SIZE
 from headrace_common.wire.messages import GenerateRequest
 
-from ..limits.fields import Name, Text
+from ..limits.fields import FreeObject, Items, Name, Text
 from ..queue_client.drain import Drain
 from ..queue_client.ports import Generation
 from ..queue_client.run import Piece, Usage
 from ..resumable.embedding_batch import EmbeddingBatch
 from ..resumable.embedding_sessions import EmbeddingSession
-from ..schemas.chat_messages import Body
-from ..schemas.completions import MAX_CACHE_SALT_CHARS
+from ..schemas.chat_messages import Body, Message
+from ..schemas.completions import MAX_CACHE_SALT_CHARS, MAX_MESSAGES
 from ..streaming.disconnecting_response import Delivery, DisconnectingResponse
 from ..streaming.sse import Writer
 from ..telemetry.observation import Observation
@@ -38,15 +38,20 @@ ONE_MADE = Piece(choice=0, text="", token_ids=(), logprobs=None, finish_reason="
 
 
 class EmbeddingRequest(Body):
-    """OpenAI's fields, then ours. `input` is text, token ids, or a list of either."""
+    """OpenAI's fields, then ours. `input` is text, token ids, or a list of either. vLLM's
+    `messages` are one input through the chat template, which may have images."""
 
     model: Name | None = None
-    input: Any
+    input: Any = None
     encoding_format: Encoding = "float"
     dimensions: StrictInt | None = Field(None, ge=1, le=MAX_EMBEDDING_SIZE)
     user: Name | None = None
     safety_identifier: Name | None = None
-    add_special_tokens: StrictBool = True
+    messages: Items[Message] | None = Field(None, min_length=1, max_length=MAX_MESSAGES)
+    add_special_tokens: StrictBool | None = None
+    add_generation_prompt: StrictBool = False
+    continue_final_message: StrictBool = False
+    chat_template_kwargs: FreeObject | None = None
     priority: StrictInt = Field(0, ge=-(2**31), lt=2**31)
     cache_salt: Text | None = Field(None, min_length=1, max_length=MAX_CACHE_SALT_CHARS)
 

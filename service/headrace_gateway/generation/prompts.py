@@ -24,7 +24,7 @@ from ..limits.work import Work, check_wanted, size_of
 from ..models.models import ServedModel
 from ..parsing.harmony.header import is_harmony
 from ..parsing.harmony.messages import described, writable
-from ..schemas.chat_messages import ImagePart, Message, TextPart
+from ..schemas.chat_messages import ImagePart, ImageSource, Message, TextPart
 from .rendering import Rendering
 
 # The cost of a message, of a part of one, or of a call, in characters.
@@ -75,10 +75,39 @@ class PromptEncoder:
         sources = list(_image_sources(messages))
         if not sources:
             return Prompt(await self._token_ids(model, messages, options, context))
-        form = _image_format(model, sources[0][0])
+        form = _image_format(model, sources[0].name)
         images = await self._images.read(sources, self._work)
         ids = await self._token_ids(model, messages, options, context)
         return await self._work.run(len(ids), partial(_with_images, form, ids, images))
+
+    async def alone(
+        self,
+        model: ServedModel,
+        messages: Sequence[Message],
+        *,
+        add_special_tokens: bool,
+        context: int | None = None,
+    ) -> Prompt:
+        """Returns the prompt of a message for a model that embeds either an image or a text."""
+        sources = list(_image_sources(messages))
+        text = "".join(_texts(messages))
+        if len(sources) > 1 or (sources and text) or not (sources or text):
+            raise invalid(
+                f"messages: the model {model.name} embeds one image or one text: send either.",
+                param="messages",
+            )
+        if not sources:
+            (ids,) = await self.completion(
+                model,
+                text,
+                add_special_tokens=add_special_tokens,
+                max_prompts=1,
+                context=context,
+                name="messages",
+            )
+            return Prompt(ids)
+        form = _image_format(model, sources[0].name)
+        return _with_images(form, [form.placeholder], await self._images.read(sources, self._work))
 
     async def _token_ids(
         self,
@@ -398,14 +427,21 @@ def _length(content: str | Sequence[Mapping[str, str]] | None) -> int:
     return sum(len(part.get("text", "")) for part in content)
 
 
-def _image_sources(messages: Sequence[Message]) -> Iterator[tuple[str, str]]:
-    """Yields the name of the field and the URL of each image of a chat."""
+def _image_sources(messages: Sequence[Message]) -> Iterator[ImageSource]:
+    """Yields where each image of a chat is."""
     for index, message in enumerate(messages):
         if isinstance(message.content, list):
             for number, part in enumerate(message.content):
                 if isinstance(part, ImagePart):
-                    place = f"messages[{index}].content[{number}]"
-                    yield part.named(place), part.image_url.url
+                    yield part.source(f"messages[{index}].content[{number}]")
+
+
+def _texts(messages: Sequence[Message]) -> Iterator[str]:
+    for message in messages:
+        if isinstance(message.content, list):
+            yield from (part.text for part in message.content if isinstance(part, TextPart))
+        else:
+            yield message.content or ""
 
 
 def _image_format(model: ServedModel, name: str) -> ImageFormat:

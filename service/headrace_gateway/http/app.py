@@ -40,6 +40,7 @@ from ..generation.resumable_response import ResumableRequests
 from ..generation.scoring import RerankRequest, ScoreRequest
 from ..images.fetching import Fetcher
 from ..images.intake import ImageIntake, ImageLimits
+from ..images.uploads import UploadedImages
 from ..limits.api_keys import KeyFile
 from ..limits.connections import most_connections, tenant_share
 from ..limits.rate_limits import RateLimits
@@ -180,7 +181,7 @@ def create_app(settings: GatewaySettings, deps: AppDependencies) -> FastAPI:
             _observe(metrics, deps, stores)
             grammars = _grammars(settings, deps, metrics)
             rendering = Rendering()
-            images = _images(settings)
+            images = _images(settings, deps.storage, metrics)
             services = _services(
                 settings, deps, executor, metrics, grammars, rendering, images, stores, page
             )
@@ -192,7 +193,9 @@ def create_app(settings: GatewaySettings, deps: AppDependencies) -> FastAPI:
                 leader = BatchLeader(
                     context, services.pipeline.drain, running=settings.max_running_batches
                 )
-                batch_service = make_batch_service(deps.storage, settings, stores, leader.wake)
+                batch_service = make_batch_service(
+                    deps.storage, settings, images, stores, leader.wake
+                )
                 services = replace(services, batch_service=batch_service)
                 leader.start()
             app.state.services = services
@@ -347,7 +350,9 @@ def _services(
     )
 
 
-def _images(settings: GatewaySettings) -> ImageIntake:
+def _images(
+    settings: GatewaySettings, storage: Storage | None, metrics: GatewayMetrics
+) -> ImageIntake:
     return ImageIntake(
         ImageLimits(
             images=settings.max_images,
@@ -357,6 +362,8 @@ def _images(settings: GatewaySettings) -> ImageIntake:
             workers=settings.image_workers,
         ),
         Fetcher(settings.allowed_media_domains, int(settings.max_image_bytes)),
+        UploadedImages(None if storage is None else storage.files),
+        metrics.image_read,
     )
 
 

@@ -1,4 +1,4 @@
 """Images that clients send: their bytes, checked in processes that may be killed.
 
-Imports schemas and limits. Hands out images whose size is known.
+Imports schemas, telemetry and limits. Hands out images whose size is known.
 """

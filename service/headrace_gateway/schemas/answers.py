@@ -425,6 +425,12 @@ class DeletedResponse(TypedDict):
     deleted: Literal[True]
 
 
+class Architecture(TypedDict):
+    """What a model reads and writes."""
+
+    input_modalities: list[Literal["text", "image"]]
+
+
 class Model(TypedDict):
     """`parent` is the base model of a LoRA adapter."""
 
@@ -435,6 +441,7 @@ class Model(TypedDict):
     root: str | None
     parent: str | None
     max_model_len: int | None
+    architecture: Architecture
 
 
 class ModelList(TypedDict):
@@ -450,6 +457,29 @@ class AnthropicModel(TypedDict):
     lifecycle: str
     max_input_tokens: int | None
     max_tokens: int | None
+
+
+class AnthropicFile(TypedDict):
+    type: Literal["file"]
+    id: str
+    filename: str
+    mime_type: str
+    size_bytes: int
+    created_at: str
+    expires_at: str
+    downloadable: bool
+
+
+class AnthropicFilePage(TypedDict):
+    """A part of a list: `page` with `next_page` gets the next one."""
+
+    data: list[AnthropicFile]
+    next_page: str | None
+
+
+class AnthropicDeletedFile(TypedDict):
+    type: Literal["file_deleted"]
+    id: str
 
 
 class AnthropicModelList(TypedDict):
@@ -498,6 +528,16 @@ class RecentRequests(TypedDict):
 
     time: float
     requests: list[dict[str, Any]]
+
+
+class ConsoleLimits(TypedDict):
+    """The most images of one request; bytes and pixels of one of them; bytes of a request's
+    body."""
+
+    images: int
+    image_bytes: int
+    image_pixels: int
+    body_bytes: int
 
 
 class KilledEngine(TypedDict):

@@ -1,5 +1,6 @@
 """Checks chat messages and tools in the form of OpenAI's requests."""
 
+from dataclasses import dataclass, replace
 from typing import Annotated, Any, Literal
 
 from pydantic import (
@@ -108,40 +109,91 @@ class ImageUrl(Body):
     detail: Literal["auto", "low", "high", "original"] | None = None
 
 
+class UploadedFile(Body):
+    """`file_id` names an image that was uploaded to /v1/files. `filename` has no effect."""
+
+    file_data: Annotated[Any, *only(reason="send an image_url with a data: URL")] = None
+    file_id: Name
+    filename: Name | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class ImageSource:
+    """Where an image of a request is: at a URL, or else in an uploaded file.
+
+    `name` is the name of the field with it, for errors.
+    """
+
+    name: str
+    url: str | None = None
+    file_id: str | None = None
+
+
 class ImagePart(Body):
     """An image for models that read images."""
 
+    def source(self, place: str) -> ImageSource:
+        """Returns where the image is; `place` is the name of this part."""
+        raise NotImplementedError
+
+
+class ImageUrlPart(ImagePart):
     type: Literal["image_url"]
     image_url: ImageUrl
     prompt_cache_breakpoint: FreeObject | None = None
 
-    def named(self, place: str) -> str:
-        """Returns the name of the field with the image, for errors; `place` is that of the part."""
-        return f"{place}.image_url.url"
+    def source(self, place: str) -> ImageSource:
+        return ImageSource(f"{place}.image_url.url", url=self.image_url.url)
 
 
-class ForeignImagePart(ImagePart):
-    """An image of another API, whose field was called `field`."""
+class ImageFilePart(ImagePart):
+    type: Literal["file"]
+    file: UploadedFile
+    prompt_cache_breakpoint: FreeObject | None = None
+
+    def source(self, place: str) -> ImageSource:
+        return ImageSource(f"{place}.file.file_id", file_id=self.file.file_id)
+
+
+class _Foreign(BaseModel):
+    """A part of another API, whose field was called `field`."""
 
     field: str = Field(exclude=True, max_length=256)
 
-    def named(self, place: str) -> str:
-        return self.field
+
+class _ForeignImageUrlPart(_Foreign, ImageUrlPart):
+    def source(self, place: str) -> ImageSource:
+        return replace(super().source(place), name=self.field)
+
+
+class _ForeignImageFilePart(_Foreign, ImageFilePart):
+    def source(self, place: str) -> ImageSource:
+        return replace(super().source(place), name=self.field)
 
 
 def image_part(url: str, field: str) -> ImagePart:
     """Returns an image of another API in a chat's form; errors call it `field`."""
-    return ForeignImagePart(type="image_url", image_url=ImageUrl(url=url), field=field)
+    return _ForeignImageUrlPart(type="image_url", image_url=ImageUrl(url=url), field=field)
+
+
+def file_part(file_id: str, field: str) -> ImagePart:
+    """Returns an uploaded image of another API in a chat's form; errors call it `field`."""
+    return _ForeignImageFilePart(type="file", file=UploadedFile(file_id=file_id), field=field)
+
+
+_IMAGE_KINDS = {"image_url": "image part", "file": "file part"}
 
 
 def _part_kind(value: object) -> str:
     kind = value.get("type") if isinstance(value, dict) else getattr(value, "type", None)
-    return "image part" if kind == "image_url" else "text part"
+    return _IMAGE_KINDS.get(kind, "text part") if isinstance(kind, str) else "text part"
 
 
 # Their tags are no names of fields, so that errors leave them out.
 Part = Annotated[
-    Annotated[TextPart, Tag("text part")] | Annotated[ImagePart, Tag("image part")],
+    Annotated[TextPart, Tag("text part")]
+    | Annotated[ImageUrlPart, Tag("image part")]
+    | Annotated[ImageFilePart, Tag("file part")],
     Discriminator(_part_kind),
 ]
 

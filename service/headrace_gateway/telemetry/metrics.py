@@ -42,6 +42,14 @@ class RejectReason(StrEnum):
     BACKEND_UNAVAILABLE = "backend_unavailable"
 
 
+class ImageResult(StrEnum):
+    """What became of an image that a client sent or named."""
+
+    DECODED = "decoded"
+    KNOWN = "known"
+    REFUSED = "refused"
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CompletedRequest:
     """One request as its client saw it. Times in seconds since its arrival, by a monotonic clock.
@@ -83,6 +91,7 @@ class GatewayMetrics:
         self._batch_requests = counter(meter, names.BATCH_REQUESTS)
         self._batches_ended = counter(meter, names.BATCH_ENDED)
         self._grammar_checks = counter(meter, names.GATEWAY_GRAMMAR_CHECKS)
+        self._images = counter(meter, names.GATEWAY_IMAGES)
 
     def admitted(self, model: str, tenant: str | None = None) -> None:
         self._admitted.add(1, self._of(tenant, {names.REQUEST_MODEL: model}))
@@ -102,6 +111,10 @@ class GatewayMetrics:
     def grammar_checked(self, result: CheckResult) -> None:
         """Counts the check of a constraint that was not known to be good before."""
         self._grammar_checks.add(1, {names.RESULT: result.value})
+
+    def image_read(self, result: ImageResult) -> None:
+        """Counts an image of a request or of an upload."""
+        self._images.add(1, {names.RESULT: result.value})
 
     def batch_request(self, *, answered: bool) -> None:
         """Counts the first result of a batch's request."""

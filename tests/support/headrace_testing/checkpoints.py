@@ -215,6 +215,58 @@ _AROUND_SQUARES = (
 )
 
 
+_GEMMA4: dict[str, Any] = {
+    "text_config": {
+        **_GROUPED,
+        "num_hidden_layers": 3,
+        "head_dim": 16,
+        "global_head_dim": 32,
+        "num_global_key_value_heads": 1,
+        "sliding_window": 10,
+        "layer_types": ["sliding_attention", "full_attention", "full_attention"],
+        "hidden_size_per_layer_input": 0,
+        "use_bidirectional_attention": "vision",
+        "attention_k_eq_v": True,
+        "enable_moe_block": True,
+        "num_experts": 6,
+        "top_k_experts": 2,
+        "moe_intermediate_size": 48,
+        "final_logit_softcapping": 30.0,
+        "tie_word_embeddings": False,
+    },
+    "tie_word_embeddings": False,
+    "vision_config": {
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 2,
+        "head_dim": 16,
+        "patch_size": 4,
+        "pooling_kernel_size": 2,
+        "position_embedding_size": 128,
+    },
+    # The padding, whose embedding these tokens have in text, too.
+    "image_token_id": 0,
+    "boi_token_id": VOCAB - 2,
+    "eoi_token_id": VOCAB - 3,
+    # Outside the vocabulary, for the same reason.
+    "video_token_id": VOCAB,
+    "audio_token_id": VOCAB + 1,
+}
+# An image has at most 70 tokens, the fewest that the processor allows.
+_GEMMA4_IMAGES: dict[str, Any] = {
+    "image_processor_type": "Gemma4ImageProcessor",
+    "patch_size": 4,
+    "pooling_kernel_size": 2,
+    "max_soft_tokens": 70,
+}
+
+
+# One to three tiles of 16 x 16 pixels in each direction.
+_CANVASES = [[high, wide] for high in (16, 32, 48) for wide in (16, 32, 48)]
+
+
 _GLM4V: dict[str, Any] = {
     "image_token_id": VOCAB - 1,
     "video_token_id": VOCAB - 2,
@@ -300,10 +352,10 @@ SHAPES: dict[str, Shape] = {
             "vision_config": {
                 "hidden_size": 32,
                 "intermediate_size": 128,
-                "num_hidden_layers": 1,
+                "num_hidden_layers": 2,
                 "num_attention_heads": 2,
-                "image_size": 28,
-                "patch_size": 14,
+                "image_size": 16,
+                "patch_size": 4,
                 "vision_output_dim": 32,
                 "projector_input_dim": 32,
                 "projector_output_dim": 32,
@@ -312,6 +364,15 @@ SHAPES: dict[str, Shape] = {
             "boi_token_index": VOCAB - 2,
             "eoi_token_index": VOCAB - 3,
         },
+        processor={
+            "image_processor_type": "Llama4ImageProcessor",
+            "size": {"height": 16, "width": 16},
+            "max_patches": 4,
+        },
+        tokens=(
+            *("<|image|>", "<|image_start|>", "<|image_end|>"),
+            *("<|tile_x_separator|>", "<|tile_y_separator|>"),
+        ),
     ),
     "mistral": Shape("MistralConfig", {**_GROUPED, "sliding_window": 12}),
     "qwen2": Shape("Qwen2Config", {**_GROUPED, "tie_word_embeddings": True}),
@@ -444,6 +505,26 @@ SHAPES: dict[str, Shape] = {
             "size": {"height": 48, "width": 48},
         },
     ),
+    "gemma4-multimodal": Shape("Gemma4Config", _GEMMA4, processor=_GEMMA4_IMAGES),
+    # Layers that share KV, and embeddings for each layer.
+    "gemma4-small": Shape(
+        "Gemma4Config",
+        {
+            **_GEMMA4,
+            "text_config": {
+                **_GEMMA4["text_config"],
+                "num_hidden_layers": 4,
+                "layer_types": ["sliding_attention", "full_attention"] * 2,
+                "num_kv_shared_layers": 2,
+                "hidden_size_per_layer_input": 8,
+                "vocab_size_per_layer_input": VOCAB,
+                "use_bidirectional_attention": None,
+                "attention_k_eq_v": False,
+                "enable_moe_block": False,
+            },
+        },
+        processor=_GEMMA4_IMAGES,
+    ),
     "gpt_neox": Shape("GPTNeoXConfig", {**_SIZES, "tie_word_embeddings": False}),
     "smollm3": Shape(
         "SmolLM3Config", {**_GROUPED, "num_hidden_layers": 3, "no_rope_layers": [1, 0, 1]}
@@ -537,6 +618,43 @@ SHAPES: dict[str, Shape] = {
             "vision_config": {**_GLM4V["vision_config"], "model_type": "glm4v_vision"},
         },
         processor={**_GLM_IMAGES, "image_processor_type": "Glm46VImageProcessor"},
+    ),
+    "glm4v-moe": Shape(
+        "Glm4vMoeConfig",
+        {
+            **_GLM4V,
+            "text_config": {
+                **_ROUTED,
+                "attention_bias": True,
+                "rope_parameters": _GLM4V["text_config"]["rope_parameters"],
+            },
+        },
+        processor=_GLM_IMAGES,
+    ),
+    "llava-onevision": Shape(
+        "LlavaOnevisionConfig",
+        {
+            "text_config": {**_GROUPED, "model_type": "qwen2"},
+            "vision_config": {
+                "model_type": "siglip_vision_model",
+                "hidden_size": 32,
+                "intermediate_size": 48,
+                "num_hidden_layers": 2,
+                "num_attention_heads": 2,
+                "image_size": 16,
+                "patch_size": 4,
+                "vision_use_head": False,
+            },
+            "image_token_index": VOCAB - 1,
+            "video_token_index": VOCAB - 2,
+            "image_grid_pinpoints": _CANVASES,
+            "vision_aspect_ratio": "anyres_max_2",
+        },
+        processor={
+            "image_processor_type": "LlavaOnevisionImageProcessor",
+            "size": {"height": 16, "width": 16},
+            "image_grid_pinpoints": _CANVASES,
+        },
     ),
     "smolvlm": Shape("SmolVLMConfig", _IDEFICS3, processor=_SQUARES, tokens=_AROUND_SQUARES),
     "idefics3": Shape("Idefics3Config", _IDEFICS3, processor=_SQUARES, tokens=_AROUND_SQUARES),

@@ -20,17 +20,18 @@ UP_FLAGS = (
 
 
 class Console:
-    """The page of one server."""
+    """The page of one server, and the model that its chat chooses."""
 
-    def __init__(self, page: Page, url: str) -> None:
+    def __init__(self, page: Page, url: str, model: str = MODEL) -> None:
         self.page = page
         self._url = url
+        self._model = model
 
     def open(self, view: str = "chat") -> None:
         self.page.goto(f"{self._url}/#{view}")
         expect(self.page.locator(f"#view-{view}")).to_be_visible(timeout=TIMEOUT_MS)
         if view == "chat":  # the list of models has come
-            expect(self.page.locator("#p-model")).to_have_value(MODEL, timeout=TIMEOUT_MS)
+            expect(self.page.locator("#p-model")).to_have_value(self._model, timeout=TIMEOUT_MS)
 
     @property
     def answer(self) -> Locator:

@@ -27,6 +27,7 @@ TOGETHER: Mapping[str, tuple[str, ...]] = {
             "costly_grammars",
             "disaggregated_prefill",
             "discovery",
+            "image_sharing",
             "images",
             "lora",
         ),

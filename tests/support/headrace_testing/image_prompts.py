@@ -13,11 +13,13 @@ from PIL import Image
 from tokenizers import AddedToken, Tokenizer
 
 from headrace_common.images.layout import ImageFormat, PromptTokens, expand
+from headrace_common.images.llama4 import Llama4Images
 from headrace_common.wire.images import image_digest
 from headrace_engine.checkpoints.checkpoint import load_checkpoint
 from headrace_engine.core.images import PromptImage
 from headrace_engine.core.request import EngineRequest
 from headrace_engine.models.vision.image_reader import ImageReader, read_format
+from headrace_engine.models.vision.llama4_tiles import llama4_tiles
 
 from .checkpoints import MARGIN, make_tokenizer, save_checkpoint
 from .draft_heads import change_config
@@ -30,6 +32,8 @@ _TEMPLATE = (
     "{% else %}{{ part.text }}{% endif %}{% endfor %}{% endif %}{% endfor %}<s>assistant"
 )
 _KINDS = frozenset({"token_type_ids", "mm_token_type_ids"})
+# In place of an image in a prompt; no random text has it.
+NO_TEXT = -1
 # Ids of tokens, and images.
 Prompt = Sequence[int | Image.Image]
 
@@ -40,14 +44,23 @@ def noise(width: int, height: int, seed: int = 0) -> Image.Image:
     return Image.fromarray(pixels)
 
 
-def save_chat_model(folder: Path, name: str) -> Path:
-    """A checkpoint whose tokenizer has a placeholder, and with a chat template."""
-    save_checkpoint(folder, name)
+def save_chat_model(
+    folder: Path,
+    name: str,
+    placeholder: str = IMAGE_TOKEN,
+    field: str = "image_token_id",
+    **options: Any,
+) -> Path:
+    """A checkpoint whose tokenizer has this placeholder and a token of two line breaks, and with a
+    chat template. `field` of config.json has the placeholder's id; `options` are those of
+    save_checkpoint."""
+    save_checkpoint(folder, name, **options)
     tokenizer = make_tokenizer()
-    tokenizer.add_special_tokens([AddedToken(IMAGE_TOKEN, special=True)])
+    tokenizer.add_special_tokens([AddedToken(placeholder, special=True)])
+    tokenizer.add_tokens([AddedToken("\n\n", normalized=False)])
     tokenizer.save(str(folder / "tokenizer.json"))
-    change_config(folder, image_token_id=tokenizer.token_to_id(IMAGE_TOKEN))
-    (folder / "chat_template.jinja").write_text(_TEMPLATE)
+    change_config(folder, **{field: tokenizer.token_to_id(placeholder)})
+    (folder / "chat_template.jinja").write_text(_TEMPLATE.replace(IMAGE_TOKEN, placeholder))
     return folder
 
 
@@ -77,6 +90,15 @@ class ImagePrompts:
         worse = logits.max(dim=1).values - chosen
         assert float(worse.max()) < MARGIN, f"token {int(worse.argmax())} is another one"
 
+    def states(self, prompt: Prompt) -> torch.Tensor:
+        """transformers' last hidden states [tokens, hidden size]."""
+        ids, images = self._inputs(prompt)
+        known = torch.tensor([ids])
+        kinds = {name: (known == self.image_token).int() for name in self._kinds}
+        with torch.inference_mode():
+            found: torch.Tensor = self._model.model(known, **kinds, **images).last_hidden_state
+        return found[0]
+
     def request(self, name: str, prompt: Prompt, length: int, **options: Any) -> EngineRequest:
         """The engine's request for as many greedy tokens."""
         ids, images = self.read(prompt)
@@ -88,9 +110,9 @@ class ImagePrompts:
     def read(self, prompt: Prompt) -> tuple[list[int], tuple[PromptImage, ...]]:
         images = [part for part in prompt if not isinstance(part, int)]
         form = self._form
-        short = [part if isinstance(part, int) else form.placeholder for part in prompt]
+        short = [part if isinstance(part, int) else NO_TEXT for part in prompt]
         found = [(image_digest(each.tobytes(), b""), form.layout(*each.size)) for each in images]
-        ids, spans = expand(form.placeholder, short, found)
+        ids, spans = expand(NO_TEXT, short, found)
         return ids, self._reader.read(spans, images)
 
     @cached_property
@@ -118,6 +140,9 @@ class ImagePrompts:
         images = [part for part in prompt if not isinstance(part, int)]
         if not images:
             return ids, {}
+        if isinstance(form, Llama4Images):  # transformers' own needs torchvision
+            tiles = [torch.from_numpy(llama4_tiles(form, each)["pixel_values"]) for each in images]
+            return ids, {"pixel_values": torch.cat(tiles)}
         made = self._processor(images=images, return_tensors="pt", **form.processor_options)
         return ids, dict(made)
 

@@ -5,7 +5,7 @@ import io
 import json
 import struct
 import zlib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +14,8 @@ from tokenizers import AddedToken
 
 from headrace_gateway.images.fetching import Fetcher
 from headrace_gateway.images.intake import ImageIntake, ImageLimits
+from headrace_gateway.images.uploads import UploadedImages
+from headrace_gateway.telemetry.metrics import ImageResult
 
 from .tokenizers import byte_level_tokenizer, write_checkpoint
 
@@ -52,8 +54,12 @@ def image_part(encoded: bytes, **fields: Any) -> dict[str, Any]:
     return {"type": "image_url", "image_url": {"url": data_url(encoded), **fields}}
 
 
-def image_intake(**limits: int) -> ImageIntake:
-    """An intake that fetches nothing. Close it if it has read images."""
+def _ignore(_result: ImageResult) -> None:
+    """Reports to no test."""
+
+
+def image_intake(report: Callable[[ImageResult], None] = _ignore, **limits: int) -> ImageIntake:
+    """An intake that fetches nothing and has no files. Close it if it has read images."""
     usual = {
         "images": 8,
         "image_bytes": 200_000,
@@ -61,7 +67,9 @@ def image_intake(**limits: int) -> ImageIntake:
         "held_bytes": 2**20,
         "workers": 2,
     }
-    return ImageIntake(ImageLimits(**{**usual, **limits}), Fetcher((), 1))
+    return ImageIntake(
+        ImageLimits(**{**usual, **limits}), Fetcher((), 1), UploadedImages(None), report
+    )
 
 
 def png_of_size(width: int, height: int) -> bytes:
@@ -80,6 +88,26 @@ def bomb(side: int = 4000) -> bytes:
     out = io.BytesIO()
     Image.new("L", (side, side)).save(out, "PNG", compress_level=9)
     return out.getvalue()
+
+
+def slow_jpeg(scans: int = 4000, side: int = 2048) -> bytes:
+    """A progressive JPEG whose last scan is repeated: a few bytes each, and a pass over all
+    coefficients."""
+    out = io.BytesIO()
+    Image.new("L", (side, side)).save(out, "JPEG", progressive=True)
+    plain = out.getvalue()
+    last = plain.rindex(b"\xff\xda")
+    return plain[:last] + plain[last:-2] * scans + plain[-2:]
+
+
+def texts_png(texts: int = 64, size: int = 2**20) -> bytes:
+    """A PNG with as many compressed texts of `size` characters each."""
+    plain = picture()
+    text = b"a\0\0" + zlib.compress(b"a" * size, 9)
+    chunk = struct.pack(">I", len(text)) + b"zTXt" + text
+    chunk += struct.pack(">I", zlib.crc32(b"zTXt" + text))
+    head = 8 + 25  # the signature and IHDR
+    return plain[:head] + chunk * texts + plain[head:]
 
 
 def write_vision_checkpoint(folder: Path, processor: Mapping[str, Any] = PROCESSOR) -> Path:

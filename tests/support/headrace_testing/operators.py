@@ -52,6 +52,7 @@ class Scene:
     waiting: int | None = 0
     running: int = 0
     engines: int = 1
+    soon: float | None = None  # seconds until the next reconciliation, if the last one said so
     statuses: list[EngineStatus] = field(default_factory=list)
     drained: list[str] = field(default_factory=list)
     notices: list[tuple[str, float]] = field(default_factory=list)  # of drained engines
@@ -196,7 +197,12 @@ async def _operate(
         canaries=CanarySync(scene, scene),
     )
     cleaner = RegistryCleaner(cluster, scene.registry, directory, NAMESPACE, scene.clock)
-    controller = _Watched(keys, reconciler.reconcile, interval=interval, gap=0.01)
+
+    async def reconcile(key: tuple[str, str]) -> float | None:
+        scene.soon = await reconciler.reconcile(key)
+        return scene.soon
+
+    controller = _Watched(keys, reconcile, interval=interval, gap=0.01)
     registry, settings = kopf.OperatorRegistry(), kopf.OperatorSettings()
     configure(settings)
     settings.queueing.idle_timeout = settings.queueing.exit_timeout = 0.05

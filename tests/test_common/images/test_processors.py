@@ -12,9 +12,14 @@ from tokenizers import AddedToken, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 from transformers.models.gemma3.image_processing_pil_gemma3 import Gemma3ImageProcessorPil
 from transformers.models.gemma3.processing_gemma3 import Gemma3Processor
+from transformers.models.gemma4.image_processing_pil_gemma4 import Gemma4ImageProcessorPil
 from transformers.models.glm4v.image_processing_pil_glm4v import Glm4vImageProcessorPil
 from transformers.models.glm46v.image_processing_pil_glm46v import Glm46VImageProcessorPil
 from transformers.models.idefics3.image_processing_pil_idefics3 import Idefics3ImageProcessorPil
+from transformers.models.llava_onevision.image_processing_pil_llava_onevision import (
+    LlavaOnevisionImageProcessorPil,
+)
+from transformers.models.llava_onevision.processing_llava_onevision import LlavaOnevisionProcessor
 from transformers.models.pixtral.image_processing_pil_pixtral import PixtralImageProcessorPil
 from transformers.models.smolvlm.processing_smolvlm import get_image_prompt_string
 
@@ -105,7 +110,12 @@ def test_images_of_mistral_3_without_a_side_or_with_one_token_are_refused(
 
 
 @pytest.mark.parametrize(
-    ("kind", "processor"), [("glm4v", Glm4vImageProcessorPil), ("glm46v", Glm46VImageProcessorPil)]
+    ("kind", "processor"),
+    [
+        ("glm4v", Glm4vImageProcessorPil),
+        ("glm4v_moe", Glm46VImageProcessorPil),
+        ("glm46v", Glm46VImageProcessorPil),
+    ],
 )
 @pytest.mark.parametrize("size", [None, {"shortest_edge": 3000, "longest_edge": 30_000}])
 def test_glm_4_1v_and_4_6v(kind: str, processor: Any, size: dict[str, int] | None) -> None:
@@ -160,6 +170,32 @@ def test_idefics_3_and_smolvlm(kind: str, split: bool) -> None:
             assert found.grid[0] == made["pixel_values"].shape[1]
 
 
+@pytest.mark.parametrize("tiles", [None, (1, 2, 3)])
+@pytest.mark.parametrize("most", [1, 2, 9])
+def test_llava_onevision(tiles: tuple[int, ...] | None, most: int) -> None:
+    tile, side = (384, 27) if tiles is None else (32, 4)
+    options: dict[str, Any] = {"size": {"height": tile, "width": tile}}
+    if tiles is not None:
+        canvases = [[tile * high, tile * wide] for high in tiles for wide in tiles]
+        options["image_grid_pinpoints"] = canvases
+    config = {
+        "model_type": "llava_onevision",
+        "image_token_index": token("<image>"),
+        "vision_config": {"image_size": tile, "patch_size": tile // side},
+    }
+    ours = form_of(config, {"vision_aspect_ratio": f"anyres_max_{most}"}, options)
+    kind: Any = LlavaOnevisionProcessor
+    theirs = kind.__new__(kind)  # its __init__ needs a video processor, which needs torchvision
+    theirs.image_processor = LlavaOnevisionImageProcessorPil(**options)
+    theirs.num_image_tokens = side**2
+    theirs.vision_aspect_ratio = f"anyres_max_{most}"
+    for width in (*SIDES, 501, 1080):
+        for height in (*SIDES, 501, 1080):
+            count = theirs._get_number_of_features(height, width, tile, tile)
+            found = ours.layout(width, height).token_ids
+            assert list(found) == [token("<image>")] * count, (width, height)
+
+
 def test_the_number_of_tokens_of_a_square_may_be_the_processors() -> None:
     config = {"model_type": "smolvlm", "image_token_id": token("<image>")}
     ours = form_of(config, {"image_seq_len": 3}, {"do_image_splitting": False})
@@ -192,6 +228,41 @@ def test_prompts_of_gemma_3(before: str, after: str) -> None:
     ids, spans = expand(ours.placeholder, encode(ours.rewrite(text)), layouts)
     assert ids == list(expected)
     assert spans[0].length == 11 and math.prod(spans[0].grid) == 9
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"patch_size": 4, "pooling_kernel_size": 2, "max_soft_tokens": 70}],
+)
+def test_gemma_4(options: dict[str, Any]) -> None:
+    begin, soft, end = map(token, GEMMA)
+    config = {
+        "model_type": "gemma4",
+        "boi_token_id": begin,
+        "image_token_id": soft,
+        "eoi_token_id": end,
+        "vision_config": {"patch_size": 16},
+    }
+    ours, theirs = form_of(config, {}, dict(options)), Gemma4ImageProcessorPil(**options)
+    for width in (*SIDES, 1080)[:: 1 if options else 4]:
+        for height in (*SIDES, 1080):
+            try:
+                made = theirs(images=[image(width, height)], return_tensors="np")
+            except ValueError:
+                with pytest.raises(ImageError, match="cannot be resized"):
+                    ours.grid(width, height)
+                continue
+            count = int(made["num_soft_tokens_per_image"][0])
+            found = ours.layout(width, height)
+            assert list(found.token_ids) == [begin, *[soft] * count, end], (width, height)
+            patches = made["image_position_ids"][0].max(axis=0) + 1
+            assert found.grid == (1, patches[1], patches[0])
+
+
+def test_gemma_4_without_a_tower_reads_no_images() -> None:
+    processor = {"image_processor_type": "x"}
+    tokens = PromptTokens(tokenizer().token_to_id, encode)
+    assert image_format({"model_type": "gemma4"}, {}, processor, tokens) is None
 
 
 def test_a_token_that_the_tokenizer_lacks_is_named() -> None:

@@ -32,7 +32,7 @@ from headrace_engine.models.linear import linear_maker
 from headrace_engine.offline.embeddings import embed as embed_prompts
 from headrace_testing.checkpoints import SHAPES, Reference, save_checkpoint
 from headrace_testing.engines import Output, engine_config, greedy, request, run
-from headrace_testing.quantized import Format, awq, gptq, save_fp8, save_quantized
+from headrace_testing.quantized import Format, awq, gptq, save_fp8, save_mxfp4, save_quantized
 from headrace_testing.rank_threads import RankThread, close, make_engine
 from headrace_testing.recorded_steps import PaddedReference, Replays
 
@@ -245,15 +245,27 @@ def test_embeddings_are_those_of_one_process(checkpoint: CheckpointMaker) -> Non
 
 
 def embed(engine: Engine, ids: list[list[int]]) -> list[float]:
-    outputs = embed_prompts(engine, ids, PoolingParams(), use_tqdm=False)
+    given = [(each, ()) for each in ids]
+    outputs = embed_prompts(engine, given, PoolingParams(), use_tqdm=False)
     return [float(value) for value in outputs[0].outputs.embedding]
 
 
-@pytest.mark.parametrize("form", [gptq(size=16), gptq(size=32, desc_act=True)])
+@pytest.mark.parametrize("form", [gptq(size=16), gptq(size=32, desc_act=True), awq(32)])
 def test_quantised_weights_are_cut_between_groups(form: Format, tmp_path: Path) -> None:
+    """The 96 inputs of down_proj are three groups of 32: one rank has one of them."""
     packed, whole = save_quantized(tmp_path, "llama", form)
     path = Reference(whole).clear_paths(1, LENGTH)[0]
     engine, runner = make_engine(packed, 2)
+    outputs = run(engine, [request("0", path.prompt, greedy(LENGTH))])
+    close(runner)
+    assert tuple(outputs["0", 0].token_ids) == path.output
+
+
+def test_experts_in_mxfp4_are_cut_between_blocks(tmp_path: Path) -> None:
+    """Each expert has three blocks of 32 inputs for two ranks."""
+    packed, whole = save_mxfp4(tmp_path, intermediate_size=96)
+    path = Reference(whole).clear_paths(1, LENGTH)[0]
+    engine, runner = make_engine(packed, 2, attention_backend="auto")
     outputs = run(engine, [request("0", path.prompt, greedy(LENGTH))])
     close(runner)
     assert tuple(outputs["0", 0].token_ids) == path.output
@@ -314,9 +326,9 @@ def test_each_rank_keeps_its_kv_in_8_bits(checkpoint: CheckpointMaker) -> None:
 
 
 def test_a_cut_within_a_group_is_refused(tmp_path: Path) -> None:
-    """The 96 inputs of down_proj are three groups of 32."""
-    packed, _ = save_quantized(tmp_path, "llama", awq(32))
-    with pytest.raises(ConfigError, match=r"cuts the 96 inputs of .*down_proj.* 3 quantisation"):
+    """The 192 inputs of down_proj are three groups of 64."""
+    packed, _ = save_quantized(tmp_path, "llama", awq(64), intermediate_size=192)
+    with pytest.raises(ConfigError, match=r"cuts the 192 inputs of .*down_proj.* 3 quantisation"):
         make_engine(packed, 2)
 
 

@@ -4,13 +4,11 @@ engine.
 """
 
 import random
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from headrace_common.sampling.params import SamplingParams
 from headrace_engine.core.errors import ConfigError
@@ -35,13 +33,6 @@ SAMPLING: tuple[dict[str, Any], ...] = (
 )
 Results = dict[str, Output]
 Bits = tuple[list[int], list[TokenLogprobs]]
-
-
-@pytest.fixture(autouse=True)
-def threads() -> Iterator[None]:
-    before = torch.get_num_threads()
-    yield
-    torch.set_num_threads(before)
 
 
 def workload() -> list[EngineRequest]:

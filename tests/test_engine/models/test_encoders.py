@@ -44,7 +44,8 @@ def bert(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_every_encoder_family_has_a_test_checkpoint() -> None:
-    assert ENCODERS.keys() == encoder_families.ENCODERS.keys()
+    families = encoder_families.ENCODERS
+    assert ENCODERS.keys() == {name for name in families if not families[name].dual}
 
 
 @pytest.mark.parametrize("family", sorted(ENCODERS))

@@ -70,8 +70,8 @@ def test_absent_fields_are_as_in_transformers(name: str, tmp_path: Path) -> None
     assert without_parameters(ours) == without_parameters(theirs)
 
 
-@pytest.mark.parametrize("name", ["Qwen2VL", "Qwen2_5_VL", "Qwen3VL"])
-def test_absent_fields_of_the_decoders_of_qwen_vl_are_as_in_transformers(
+@pytest.mark.parametrize("name", ["Qwen2VL", "Qwen2_5_VL", "Qwen3VL", "Glm4vMoe"])
+def test_absent_fields_of_multimodal_models_decoders_are_as_in_transformers(
     name: str, tmp_path: Path
 ) -> None:
     given = {**SIZES, "hidden_size": 1024}

@@ -5,7 +5,7 @@ odd sizes, rows with no logits, threads, weights in 8 bits, broken numbers. test
 greedy tokens with those of transformers.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -72,13 +72,6 @@ FAMILIES: dict[str, dict[str, Any]] = {
 def isa(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     monkeypatch.setenv(library.FORCE_ISA, request.param)
     return str(request.param)
-
-
-@pytest.fixture
-def threads() -> Iterator[None]:
-    before = torch.get_num_threads()
-    yield
-    torch.set_num_threads(before)
 
 
 def step_of(runs: Runs, samples: bool = True) -> SchedulerOutput:
@@ -206,7 +199,7 @@ def error(found: torch.Tensor, exact: torch.Tensor) -> float:
 @pytest.mark.parametrize("quantization", ["none", "int8"])
 @pytest.mark.parametrize("name", ["qwen2", "gemma3", "qwen2-moe"])
 def test_logits_do_not_depend_on_threads_or_on_the_batch(
-    name: str, quantization: str, threads: None, tmp_path: Path
+    name: str, quantization: str, tmp_path: Path
 ) -> None:
     folder = save_checkpoint(tmp_path, name)
     options = {"attention_backend": "cpu", "quantization": quantization}

@@ -72,6 +72,8 @@ NATIVE = [
     "mistral3-multimodal",
     "glm4v",
     "glm46v",
+    "glm4v-moe",
+    "llava-onevision",
     "smolvlm",
     "idefics3",
     "glm",
@@ -102,7 +104,7 @@ NATIVE = [
     "hunyuan",
     "hunyuan-moe",
 ]
-FOREIGN = ["gpt_neox", "gpt2"]
+FOREIGN = ["gpt_neox", "gpt2", "gemma4-multimodal", "gemma4-small"]
 # Without a native call for a whole step.
 LAYERED = [
     "mimo-v2",
@@ -125,7 +127,8 @@ FEW = (
     "glm4", "exaone4", "ernie4_5", "seed_oss", "solar-open", "olmoe",
     "deepseek-v2-lite", "glm-moe-dsa", "glm4-moe-lite", "hunyuan", "hunyuan-moe", "llama4-two",
     "llama4-multimodal", "kimi-k25-multimodal", "glm-moe-dsa-shared", "qwen2-vl", "qwen2.5-vl",
-    "qwen3-vl", "glm4v", "glm46v", "smolvlm", "idefics3",
+    "qwen3-vl", "glm4v", "glm46v", "glm4v-moe", "llava-onevision", "smolvlm", "idefics3",
+    "gemma4-multimodal", "gemma4-small",
 )  # fmt: skip
 
 native_kernels = pytest.mark.skipif("cpu" not in cpu_backends(), reason="no native kernels")

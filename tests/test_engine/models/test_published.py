@@ -19,7 +19,8 @@ DIVIDED = (
     (DENSE, 4),
     (DENSE, 8),
     ("mistralai--Mixtral-8x22B-v0.1", 8),
-    ("openai--gpt-oss-20b", 2),
+    ("openai--gpt-oss-20b", 4),
+    ("openai--gpt-oss-20b", 8),
     ("Qwen--Qwen3-30B-A3B", 4),
     ("meta-llama--Llama-4-Scout-17B-16E-Instruct", 8),
 )

@@ -94,6 +94,30 @@ def test_conversations_have_images(llm: LLM, prompts: ImagePrompts) -> None:
         prompts.check(prompt, output.outputs[0].token_ids)
 
 
+def test_prompts_of_gemma_3_have_empty_lines_around_images(tmp_path: Path) -> None:
+    begin, picture = "<start_of_image>", noise(30, 50)
+    folder = save_chat_model(tmp_path / "g", "gemma3-multimodal", begin, "boi_token_index")
+    llm = LLM(str(folder), dtype="float32", device="cpu", num_blocks=64)
+    prompts, tokenizer = ImagePrompts(folder), llm.get_tokenizer()
+    params = SamplingParams(
+        temperature=0.0, max_tokens=8, min_tokens=8, logit_bias={prompts.image_token: -100.0}
+    )
+    text: list[Any] = [{"type": "text", "text": f"what is {begin} this"}]
+    pictured: list[Any] = [{"type": "image_pil", "image_pil": picture}]
+    messages = [{"role": "user", "content": text + pictured + text}]
+    line: int = tokenizer.encode("\n\n")[0]
+    (chat,) = llm.chat(messages, params, use_tqdm=False)
+    prompt: Any = {"prompt": f"the cat {begin} sat", "multi_modal_data": {"image": picture}}
+    (written,) = llm.generate(prompt, params, use_tqdm=False)
+    for output in (chat, written):
+        ids = list(output.prompt_token_ids)
+        start, count = ids.index(prompts.image_token) - 1, ids.count(prompts.image_token) + 2
+        assert ids[start - 1] == ids[start + count] == line
+        whole: list[int | Image.Image] = [*ids[:start], picture, *ids[start + count :]]
+        prompts.check(whole, output.outputs[0].token_ids)
+        assert ids.count(line) == 2
+
+
 def test_equal_images_are_encoded_once_for_each_salt(llm: LLM) -> None:
     def ask(salt: str) -> int:
         before = llm.llm_engine.model.engine.stats().images_encoded

@@ -1,7 +1,6 @@
 """The experts of a mixture in one native call, for every instruction set that this CPU runs:
 results compared with experts computed one by one, and rows that do not depend on others."""
 
-from collections.abc import Iterator
 from dataclasses import replace
 
 import pytest
@@ -37,11 +36,9 @@ UNGATED = Mixture(experts=5, per_token=2, hidden=48, inner=80)
 
 # `make test-cpus` runs those between the best and the oldest.
 @pytest.fixture(params=dict.fromkeys((chosen_sets()[0], chosen_sets()[-1])))
-def ops(request: pytest.FixtureRequest) -> Iterator[NativeOps]:
-    before = torch.get_num_threads()
+def ops(request: pytest.FixtureRequest) -> NativeOps:
     torch.set_num_threads(2)
-    yield NativeOps(library.load(request.param))
-    torch.set_num_threads(before)
+    return NativeOps(library.load(request.param))
 
 
 def packed(

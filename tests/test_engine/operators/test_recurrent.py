@@ -1,7 +1,6 @@
 """Native recurrences against those in torch, for every instruction set that this CPU runs: ragged
 batches, states in scattered blocks, snapshots; chunks give the same bits as the whole."""
 
-from collections.abc import Iterator
 from dataclasses import replace
 
 import pytest
@@ -36,11 +35,9 @@ TORCH = recurrences_of(TorchOps())
 
 # `make test-cpus` runs those between the best and the oldest.
 @pytest.fixture(params=dict.fromkeys((chosen_sets()[0], chosen_sets()[-1])))
-def native(request: pytest.FixtureRequest) -> Iterator[Recurrences]:
-    before = torch.get_num_threads()
+def native(request: pytest.FixtureRequest) -> Recurrences:
     torch.set_num_threads(2)
-    yield NativeOps(library.load(request.param)).recurrences
-    torch.set_num_threads(before)
+    return NativeOps(library.load(request.param)).recurrences
 
 
 @pytest.fixture(params=[torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])

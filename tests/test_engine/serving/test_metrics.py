@@ -50,6 +50,11 @@ STATS = SchedulerStats(
         bytes_out=512,
         seconds_in=0.25,
     ),
+    images_encoded=3,
+    image_tokens_encoded=96,
+    encode_seconds=0.75,
+    encoder_cache_queries=9,
+    encoder_cache_hits=5,
 )
 SECOND = 1_000_000_000
 
@@ -139,6 +144,11 @@ def test_the_engines_state_is_exported_before_its_first_step(telemetry: Telemetr
     assert value(families, f"{shared}_bytes_total", kind="in") == 2048
     for result, count in (("hit", 3), ("miss", 5), ("failed", 1), ("skipped", 2)):
         assert value(families, f"{shared}_blocks_total", result=result) == count
+    assert value(families, "headrace_engine_encoder_images_total") == 3
+    assert value(families, "headrace_engine_encoder_tokens_total") == 96
+    assert value(families, "headrace_engine_encoder_time_seconds_total") == 0.75
+    assert value(families, "headrace_engine_encoder_cache_images_total", result="hit") == 5
+    assert value(families, "headrace_engine_encoder_cache_images_total", result="miss") == 4
     assert value(families, "headrace_engine_step_last_age_seconds") == 2.5
     start = "headrace_engine_start_duration_seconds"
     assert value(families, start, phase="imports") == 1.5
@@ -218,6 +228,8 @@ def test_routers_find_vllms_names(telemetry: Telemetry) -> None:
     assert value(families, "vllm:prefix_cache_hits_total", **labels) == 40
     assert value(families, "vllm:external_prefix_cache_queries_total", **labels) == 60
     assert value(families, "vllm:external_prefix_cache_hits_total", **labels) == 24
+    assert value(families, "vllm:mm_cache_queries_total", **labels) == 9
+    assert value(families, "vllm:mm_cache_hits_total", **labels) == 5
     size = {"block_size": "16", "num_gpu_blocks": "100"}
     assert value(families, "vllm:cache_config_info", **labels, **size) == 1
 

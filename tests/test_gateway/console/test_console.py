@@ -104,10 +104,22 @@ async def test_only_the_files_of_the_page_are_served(gateway: Gateway, name: str
 
 async def test_the_setting_switches_page_and_data_off(checkpoint: Path) -> None:
     async with serve(checkpoint, console=False) as running:
-        for path in ("/", "/console/index.html", "/console/live", "/console/requests"):
+        paths = ("/", "/console/index.html", "/console/live", "/console/requests")
+        for path in (*paths, "/console/limits"):
             assert (await running.http.get(path)).status_code == 404
         answer = await running.http.post("/console/engines/e.1/kill", headers=KILL)
         assert answer.status_code == 404
+
+
+async def test_the_limits_of_a_chat_are_those_of_the_settings(checkpoint: Path) -> None:
+    limits: dict[str, Any] = {"max_images": 3, "max_image_bytes": 4096, "max_image_pixels": 10_000}
+    async with serve(checkpoint, **limits, max_body_bytes=65_536) as running:
+        assert (await running.http.get("/console/limits")).json() == {
+            "images": 3,
+            "image_bytes": 4096,
+            "image_pixels": 10_000,
+            "body_bytes": 65_536,
+        }
 
 
 # The stream

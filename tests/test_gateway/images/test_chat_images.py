@@ -170,6 +170,14 @@ async def test_prompts_with_images_are_counted_by_tokenize(vision: Gateway) -> N
     assert counted == plain + 8 + 2
 
 
+async def test_models_tell_what_they_read(vision: Gateway, gateway: Gateway) -> None:
+    for server, read in ((vision, ["text", "image"]), (gateway, ["text"])):
+        (listed,) = (await server.http.get("/v1/models")).json()["data"]
+        named = (await server.http.get(f"/v1/models/{MODEL}")).json()
+        assert listed == named
+        assert listed["architecture"] == {"input_modalities": read}
+
+
 async def test_a_model_that_reads_text_refuses_images_by_name(gateway: Gateway) -> None:
     answer = await gateway.chat(messages=user(text_part("a"), image_part(SMALL)))
 

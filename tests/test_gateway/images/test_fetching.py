@@ -8,7 +8,7 @@ import pytest
 
 from headrace_gateway.errors import ApiError
 from headrace_gateway.images.addresses import is_public
-from headrace_gateway.images.fetching import MOST_AT_ONCE, Fetcher
+from headrace_gateway.images.fetching import MOST_AT_ONCE, Fetcher, addresses_of
 from headrace_testing.images import picture
 
 PICTURE = picture()
@@ -152,6 +152,43 @@ async def test_a_redirect_is_checked_like_the_first_url() -> None:
         assert await fetching.fetch(f"{url}/moved", "field", "a") == PICTURE
         assert "no images from 127.0.0.1:1" in await refusal(fetching, f"{url}/away")
         assert "redirected more than 3 times" in await refusal(fetching, f"{url}/around")
+
+
+@pytest.mark.parametrize(
+    "host",
+    [
+        *("localhost", "127.0.0.1", "127.1", "0x7f.1", "0177.0.0.1", "2130706433", "0.0.0.0"),
+        *("[::1]", "[::ffff:127.0.0.1]", "[::ffff:7f00:1]", "[64:ff9b::7f00:1]"),
+        "[2002:7f00:1::]",
+    ],
+)
+@pytest.mark.parametrize("redirected", [False, True], ids=["asked", "redirected"])
+async def test_no_form_of_an_address_leads_inside(host: str, redirected: bool) -> None:
+    """Resolved by the system, and though the host is allowed: by its URL, and by a redirect."""
+
+    async def resolve(name: str, port: int) -> Sequence[str]:
+        return ["127.0.0.1"] if name == HOST else await addresses_of(name, port)
+
+    async with serving(lambda _: answer()) as (inner, asked):
+        url = f"http://{host}:{inner}/secret.png"
+        moved = answer(b"", status="302 Found", more=f"Location: {url}\r\n")
+        async with serving(lambda _: moved) as (port, _):
+            checked: list[str] = []
+
+            def permits(address: str) -> bool:
+                checked.append(address)
+                return is_public(address) or checked == ["127.0.0.1"]  # the host that redirects
+
+            name = host.strip("[]")
+            fetching = Fetcher(
+                (f"{HOST}:{port}", f"{name}:{inner}"),
+                MAX_BYTES,
+                resolve=resolve,
+                permits=permits if redirected else is_public,
+            )
+            start = f"http://{HOST}:{port}/" if redirected else url
+            assert "not public" in await refusal(fetching, start)
+        assert asked == []
 
 
 async def test_a_name_is_resolved_once_for_a_connection() -> None:

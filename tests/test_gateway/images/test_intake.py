@@ -14,7 +14,16 @@ from headrace_gateway.errors import ApiError
 from headrace_gateway.images.held_images import HeldImages, HeldImagesFull
 from headrace_gateway.images.intake import ImageIntake
 from headrace_gateway.limits.work import Work, WorkPool
-from headrace_testing.images import bomb, data_url, image_intake, picture, png_of_size
+from headrace_gateway.schemas.chat_messages import ImageSource
+from headrace_gateway.telemetry.metrics import ImageResult
+from headrace_testing.images import (
+    bomb,
+    data_url,
+    image_intake,
+    picture,
+    png_of_size,
+    slow_jpeg,
+)
 
 
 @pytest.fixture
@@ -44,8 +53,10 @@ def decoded(monkeypatch: pytest.MonkeyPatch) -> list[bytes]:
     return images
 
 
-def named(*pictures: bytes) -> list[tuple[str, str]]:
-    return [(f"image {number}", data_url(each)) for number, each in enumerate(pictures)]
+def named(*pictures: bytes) -> list[ImageSource]:
+    return [
+        ImageSource(f"image {number}", url=data_url(each)) for number, each in enumerate(pictures)
+    ]
 
 
 async def refusal(intake: ImageIntake, work: Work, *pictures: bytes) -> ApiError:
@@ -65,6 +76,18 @@ async def test_equal_images_are_decoded_once(
     assert decoded == [one]
     assert len({id(image.data) for images in [*reads, later] for image in images}) == 1
     assert later[0].size == ImageSize(width=56, height=56)
+
+
+async def test_results_are_reported(work: Work) -> None:
+    results: list[ImageResult] = []
+    intake = image_intake(results.append)
+    try:
+        await intake.read(named(picture(), picture()), work)
+        await refusal(intake, work, b"no image")
+    finally:
+        await intake.close()
+
+    assert results == [ImageResult.DECODED, ImageResult.KNOWN, ImageResult.REFUSED]
 
 
 async def test_no_tenant_gains_by_an_image_of_another(
@@ -143,6 +166,18 @@ async def test_a_file_that_takes_too_much_memory_ends_its_process_alone(work: Wo
     intake._pool._limits = replace(intake._pool._limits, memory_bytes=16 * 2**20)
     try:
         refused = await refusal(intake, work, bomb(8000))
+        assert (refused.status, refused.code) == (400, "invalid_image")
+        assert "takes too much to decode" in refused.message
+        assert len(await intake.read(named(picture()), work)) == 1
+    finally:
+        await intake.close()
+
+
+async def test_a_file_that_takes_long_ends_its_process_alone(work: Work) -> None:
+    intake = image_intake(pixels=10_000_000)
+    intake._pool._limits = replace(intake._pool._limits, cpu_seconds=1, timeout=120)
+    try:
+        refused = await refusal(intake, work, slow_jpeg())
         assert (refused.status, refused.code) == (400, "invalid_image")
         assert "takes too much to decode" in refused.message
         assert len(await intake.read(named(picture()), work)) == 1

@@ -154,7 +154,7 @@ def _content(message: Any) -> Any:
 
 PLACES = {
     "parts of chats": Place(
-        "chat", _content(ChatCompletionUserMessageParam), "text image_url", _in_a_message
+        "chat", _content(ChatCompletionUserMessageParam), "text image_url file", _in_a_message
     ),
     "tools of chats": Place(
         "chat", _hint("chat", "tools"), "function", lambda tool: {**CHAT, "tools": [tool]}

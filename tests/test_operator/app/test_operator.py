@@ -9,6 +9,7 @@ from typing import Any
 
 from headrace_common.protocol.adapters import decode_set
 from headrace_operator import names
+from headrace_operator.reconciliation.reconciler import SCALING_INTERVAL
 from headrace_operator.scaling.reason import Reason
 from headrace_operator.signals.signals import Samples
 from headrace_testing.kubernetes import User, pod
@@ -186,6 +187,16 @@ async def test_a_backlog_adds_engines_and_says_why(user: User, scene: Scene) -> 
         assert status(user)["backlog"] == 500
         assert status(user)["lastDecision"]["replicas"] == replicas(user)
         assert "ScaledUp" in user.server.events()
+
+
+async def test_a_model_with_work_is_decided_again_soon(user: User, scene: Scene) -> None:
+    await user.create(pod("p0", "qwen"))
+    scene.waiting = 1
+    async with operator(user, scene):
+        await user.create(body(**CONTROLLED))
+        await until(lambda: scene.soon == SCALING_INTERVAL)
+        scene.waiting = 0
+        await until(lambda: scene.soon is None)
 
 
 async def test_consoles_see_the_decision_and_its_reason(user: User, scene: Scene) -> None:

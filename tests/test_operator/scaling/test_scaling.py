@@ -175,16 +175,28 @@ def test_one_busy_moment_keeps_the_engines_for_a_window() -> None:
     assert counts[36] < 4
 
 
-@pytest.mark.parametrize(("start", "kept"), [(10.0, 120), (200.0, 200), (900.0, 300)])
+@pytest.mark.parametrize(("start", "kept"), [(10.0, 60), (200.0, 200), (900.0, 300)])
 def test_an_engine_is_kept_as_long_as_a_start_takes_within_bounds(start: float, kept: int) -> None:
-    history, counts = History(cold_start=start), []
+    assert kept_seconds(History(cold_start=start)) == kept
+
+
+def test_an_engine_is_kept_as_long_as_a_start_and_the_drain_of_a_full_engine_take() -> None:
+    """100 sequences that end at 5 a second last 20 s, and the last of them 20 * 5.18."""
+    history = History(cold_start=30.0, engine_capacity=100.0, engine_requests=5.0)
+
+    assert kept_seconds(history) == 140  # the first look after 133.6 s
+
+
+def kept_seconds(history: History) -> int:
+    """How long four engines stay that are not needed any more, in looks of ten seconds."""
+    counts = []
     for now in range(0, 400, 10):
         share = 0.5 if now == 0 else 0.05
         decision = decide(see(4, at=now, share=share), POLICY, history, now)
         history = replace(decision.history, replicas=4)
         counts.append(decision.replicas)
 
-    assert 10 * next(step for step, count in enumerate(counts) if count < 4) == kept
+    return 10 * next(step for step, count in enumerate(counts) if count < 4)
 
 
 def rising(policy: ScalingPolicy, step: float, cold_start: float) -> int:

@@ -35,7 +35,9 @@ headrace_queue_admitted_total{{{MODEL}}} {admitted}
 """
 
 
-def engine_page(running: int, tokens: int = 0, ended: int = 0, capacity: str = "") -> str:
+def engine_page(
+    running: int, tokens: int = 0, ended: int = 0, capacity: str = "", prefill: float = 0.0
+) -> str:
     return f"""{capacity}# TYPE headrace_engine_requests gauge
 headrace_engine_requests{{{MODEL},state="running"}} {running}
 headrace_engine_requests{{{MODEL},state="waiting"}} 50
@@ -51,6 +53,9 @@ headrace_engine_tokens_total{{{MODEL},type="output"}} {tokens}
 headrace_engine_request_phase_duration_seconds_bucket{{{MODEL},phase="decode",le="+Inf"}} {ended}
 headrace_engine_request_phase_duration_seconds_count{{{MODEL},phase="decode"}} {ended}
 headrace_engine_request_phase_duration_seconds_sum{{{MODEL},phase="decode"}} 1
+headrace_engine_request_phase_duration_seconds_bucket{{{MODEL},phase="prefill",le="+Inf"}} {ended}
+headrace_engine_request_phase_duration_seconds_count{{{MODEL},phase="prefill"}} {ended}
+headrace_engine_request_phase_duration_seconds_sum{{{MODEL},phase="prefill"}} {prefill}
 """
 
 
@@ -164,12 +169,14 @@ async def test_rates_come_from_two_readings(pods: Pods) -> None:
     pods.pages = {"g1": gateway_page(0, admitted=10), "e1": engine_page(1, 100, 5)}
     await signals.read(service(), engines)
     pods.now += 10
-    pods.pages = {"g1": gateway_page(0, admitted=30), "e1": engine_page(1, 600, 15)}
+    pods.pages = {"g1": gateway_page(0, admitted=30), "e1": engine_page(1, 600, 15, prefill=4.0)}
     found = await signals.read(service(), engines)
     assert found.queue is not None and found.engines is not None
     assert found.queue.arrival_rate == 2.0
     assert found.engines.tokens_per_second == 100.0
     assert found.engines.requests_per_second == 1.0
+    assert found.engines.output_tokens_per_second == 50.0
+    assert found.engines.prefill_seconds == 0.4
 
 
 async def test_arrivals_are_unknown_while_a_gateway_is_silent(pods: Pods) -> None:
@@ -270,10 +277,14 @@ async def test_prometheus_gives_the_same_signals() -> None:
     assert (found.at, found.queue.waiting, found.queue.arrival_rate) == (990.0, 5, 2.5)
     assert (found.engines.running, found.engines.capacity) == (7, 128)
     assert found.engines.tokens_per_second == 80
-    async with prometheus({**values, "capacity": 16}) as signals:
+    assert found.engines.prefill_seconds is None
+    more = {"capacity": 16, "output_tokens": 30, "requests": 2, "prefill": 0.5}
+    async with prometheus({**values, **more}) as signals:
         found = await signals.read(service(), ())
     assert found.engines is not None
     assert found.engines.capacity == 32
+    assert found.engines.output_tokens_per_second == 30
+    assert found.engines.prefill_seconds == 0.25
 
 
 async def test_a_prometheus_without_metrics_of_the_queue_is_reported() -> None:

@@ -8,12 +8,19 @@ import numpy as np
 import pytest
 
 from headrace_common.protocol.base import QueueLimits
-from headrace_operator.scaling import EngineSignals, QueueSignals, ScalingObservation, ScalingPolicy
+from headrace_operator.scaling import (
+    EngineSignals,
+    Objective,
+    QueueSignals,
+    ScalingObservation,
+    ScalingPolicy,
+)
 from headrace_operator.simulation import __main__ as command
 from headrace_operator.simulation.comparison import Comparison, with_room_to_scale
 from headrace_operator.simulation.engine import EngineCosts, SimulatedEngine
 from headrace_operator.simulation.engine_profile import EngineProfile, load_profile
 from headrace_operator.simulation.errors import SimulationError
+from headrace_operator.simulation.fleet import Fleet
 from headrace_operator.simulation.result import Objectives, SimulationResult
 from headrace_operator.simulation.run import Setup, simulate
 from headrace_operator.simulation.scalers import (
@@ -135,6 +142,91 @@ def test_a_pod_costs_from_its_creation_and_serves_after_its_cold_start() -> None
     assert result.attainment == 0.5 or result.time_to_first_token["p99"] < 54.9
     assert result.scale_downs == 1
     assert result.gpu_hours * 3600 == pytest.approx(155.0, abs=10)
+
+
+def roomy_fleet(engines: int) -> Fleet:
+    fleet = Fleet(replace(PROFILE, max_num_seqs=64, decode_step={1: 0.1, 64: 0.1}))
+    fleet.start_serving(engines, 0.0)
+    return fleet
+
+
+def test_scaling_up_recalls_engines_that_still_drain_before_it_starts_others() -> None:
+    fleet = roomy_fleet(3)
+    for number, engine in enumerate(list(fleet.serving.values())):
+        engine.start(number, 1, 100, 0.0)
+    fleet.remove(2, 1.0)
+    assert len(fleet.serving) == 1
+
+    assert (fleet.recall(1), len(fleet.serving)) == (1, 2)
+    assert (fleet.recall(5), len(fleet.serving)) == (1, 3)
+    assert fleet.recall(1) == 0
+    assert fleet.lifetimes == []
+
+
+def test_a_new_engine_gets_about_its_share_of_new_requests() -> None:
+    fleet, numbers = roomy_fleet(6), iter(range(1000))
+
+    def send() -> int:
+        engine = fleet.place(1, 1, 10)
+        assert engine is not None
+        engine.start(next(numbers), 1, 10, 0.0)
+        fleet.note_load(engine)
+        return engine.number
+
+    for _ in range(60):
+        send()
+    loads = [engine.running for engine in fleet.serving.values()]
+    fleet.start_serving(1, 0.0)
+    sent = [send() for _ in range(21)]
+
+    assert max(loads) <= 1.25 * 10 + 1
+    assert 1 <= sent.count(7) <= 10
+
+
+def test_requests_that_placement_has_no_engine_for_go_to_any_with_room() -> None:
+    fleet = Fleet(PROFILE)
+    fleet.start_serving(1, 0.0)
+    for number in range(4):
+        engine = fleet.place(1, 1, 10)
+        assert engine is not None
+        engine.start(number, 1, 10, 0.0)
+        fleet.note_load(engine)
+
+    assert fleet.place(1, 1, 10) is None
+    fleet.start_serving(1, 0.0)
+    assert [fleet.place(1, 1, 10) for _ in range(20)] == [fleet.serving[2]] * 20
+
+
+def test_engines_that_follow_an_objective_meet_it_with_fewer_gpu_hours() -> None:
+    """Two hours near the peak of a day. 70 % of the sequences are more than 99 % of the requests
+    need."""
+    random = np.random.default_rng(3)
+    count = 8 * 7200
+    given = Trace(
+        np.sort(random.uniform(0, 7200, count)),
+        random.integers(100, 2300, count),
+        random.integers(100, 1100, count),
+    )
+    goals, profile = Objectives(), replace(load_profile(None), cold_start_seconds=10.0)
+    results: list[SimulationResult] = []
+    for percentile in (None, 0.99):
+        objective = percentile and Objective(
+            time_to_first_token=goals.time_to_first_token,
+            time_per_output_token=goals.time_per_output_token,
+            percentile=percentile,
+        )
+        comparison = Comparison(
+            trace=given,
+            profile=profile,
+            policy=ScalingPolicy(max_replicas=30, objective=objective or None),
+            objectives=goals,
+            limits=QueueLimits(),
+        )
+        results += comparison.run(("headrace",))
+
+    by_utilization, by_objective = results
+    assert by_objective.attainment >= 0.99
+    assert by_objective.gpu_hours < 0.95 * by_utilization.gpu_hours
 
 
 def hpa_observation(ready: int, share: float, replicas: int | None = None) -> ScalingObservation:
@@ -301,6 +393,25 @@ def test_the_command_prints_a_table_and_writes_json_and_a_picture(
     assert "GPU-hours" in printed.out
     assert f"results: {results}" in printed.err
     assert f"picture: {picture}" in printed.err
+
+
+def test_the_command_takes_a_percentile_for_the_objectives(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    results = tmp_path / "results.json"
+    options = ["--days", "0.01", "--policy", "headrace", "--percentile", "95"]
+    monkeypatch.setattr("sys.argv", ["headrace simulate", *options, "--json", str(results)])
+
+    with pytest.raises(SystemExit) as exited:
+        command.main()
+
+    assert not exited.value.code
+    objective = json.loads(results.read_text())["inputs"]["policy"]["objective"]
+    assert objective == {
+        "time_to_first_token": 2.0,
+        "time_per_output_token": 0.06,
+        "percentile": 0.95,
+    }
 
 
 def test_the_command_says_what_is_wrong_in_one_line(

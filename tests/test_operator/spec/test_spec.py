@@ -125,6 +125,17 @@ def test_the_served_name_may_differ_from_the_object() -> None:
             "spec.engine.tensorParallelSize",
             "sharing does not support",
         ),
+        ({"scaling": {"objective": {}}}, "spec.scaling.objective", "set ttftSeconds"),
+        (
+            {"scaling": {"objective": {"ttftSeconds": 2}, "targets": {"utilization": 0.5}}},
+            "spec.scaling",
+            "set objective or targets.utilization",
+        ),
+        (
+            {"scaling": {"objective": {"tpotSeconds": 0.05}, "mode": "keda"}},
+            "spec.scaling",
+            "objective needs mode operator",
+        ),
         ({"canary": {"replicas": 1}}, "spec.canary", "needs an image or a revision"),
         (
             {"model": {"image": {"reference": "r/m:1"}}, "canary": {"revision": "x"}},
@@ -231,7 +242,7 @@ def test_rules_of_sections_are_rules_of_the_schema() -> None:
     spec = schema.spec_schema()
     found = [rule for node in _walk(spec) for rule in node.get("x-kubernetes-validations", ())]
     ours = {rule["message"] for rule in found if "messageExpression" not in rule}
-    assert len(ours) == 17
+    assert len(ours) == 20
 
 
 @pytest.mark.parametrize(

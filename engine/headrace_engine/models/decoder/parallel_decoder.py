@@ -36,7 +36,7 @@ class ParallelDecoder(Decoder):
         embeddings: int,
     ) -> None:
         joined = _join(weights, config.vocab_size, shard)
-        super().__init__(shard_config(config, shard.size), joined, positions, ops, attention)
+        super().__init__(shard_config(config, shard), joined, positions, ops, attention)
         self._shard = shard
         self._lora_shapes = lora_shapes(config, WeightCuts(config, shard).ranges)
         self._first, _ = shard.share(embeddings)

@@ -52,7 +52,11 @@ def read_pooler_config(checkpoint: Checkpoint, overrides: Mapping[str, object]) 
     if encoder is None:
         _check_causal(checkpoint)
     field = "hidden_size" if encoder is None else encoder.size_field
-    size = config.get(field)
+    if encoder is None:
+        text_config = config.get("text_config")
+        size = (text_config if isinstance(text_config, Mapping) else config).get(field)
+    else:
+        size = encoder.vector_size(config)
     if type(size) is not int or size < 1:
         raise ConfigError(
             f"{checkpoint.folder / 'config.json'}: {field} must be a whole number above 0, not "

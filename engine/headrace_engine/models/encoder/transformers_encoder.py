@@ -40,21 +40,25 @@ class TransformersEncoder:
 
     def __init__(self, model: Any, padding: int) -> None:
         self._model, self._padding = model, padding
-        self.vocab_size = int(model.get_input_embeddings().weight.shape[0])
+        self.vocab_size = int(model.config.get_text_config().vocab_size)
         self.kv_shapes: tuple[KVShape, ...] = ()
 
     def forward(self, batch: ForwardBatch, caches: Sequence[LayerCache]) -> torch.Tensor:
         lengths = batch.metadata.query_start.diff().tolist()
-        prompts = torch.split(batch.input_ids, lengths)
-        states: list[torch.Tensor] = list(prompts)
-        for group in group_by_length(lengths):
+        states = self.encode(torch.split(batch.input_ids, lengths))
+        return torch.cat(states).index_select(0, batch.logits_rows)
+
+    def encode(self, prompts: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """The hidden states [length, H] of each prompt."""
+        states = list(prompts)
+        for group in group_by_length([len(prompt) for prompt in prompts]):
             found = self._encode([prompts[index] for index in group])
             for index, state in zip(group, found, strict=True):
                 states[index] = state
-        return torch.cat(states).index_select(0, batch.logits_rows)
+        return states
 
     def _encode(self, prompts: list[torch.Tensor]) -> tuple[torch.Tensor, ...]:
-        """The hidden states [length, H] of each prompt."""
+        """`encode` for prompts of similar lengths."""
         lengths = [len(prompt) for prompt in prompts]
         ids = pad_sequence(prompts, batch_first=True, padding_value=self._padding)
         ends = torch.tensor(lengths, device=ids.device)
@@ -121,12 +125,28 @@ def load(checkpoint: Checkpoint, options: LoadOptions) -> LoadedModel:
         model.pooler = None
     model = model.to(options.device).eval()
     pack(model, options)
+    if family.dual:
+        return LoadedModel(_dual(checkpoint, family, config, model), length)
     padding = config.pad_token_id or 0
     if not checkpoint.scores_pairs:
         return LoadedModel(TransformersEncoder(model, padding), length)
     separator = _separator(checkpoint) if getattr(config, "type_vocab_size", 1) > 1 else None
     scored = CrossEncoder(model, padding, separator, sigmoid=_sigmoid(checkpoint))
     return LoadedModel(scored, length)
+
+
+def _dual(
+    checkpoint: Checkpoint, family: EncoderFamily, config: Any, model: Any
+) -> TransformersEncoder:
+    from .dual_encoder import DualEncoder
+
+    model.vision_model = None  # a VisionTower has its own
+    text = config.get_text_config()
+    tokenizer = Tokenizer.load(checkpoint.folder)
+    padding = tokenizer.token_to_id(tokenizer.special_tokens.get("pad_token", ""))
+    if padding is None:
+        padding = text.pad_token_id or 0
+    return DualEncoder(model, padding, text.max_position_embeddings if family.padded else None)
 
 
 def _separator(checkpoint: Checkpoint) -> int:
@@ -149,7 +169,8 @@ def _sigmoid(checkpoint: Checkpoint) -> bool:
 def _context(checkpoint: Checkpoint, family: EncoderFamily, config: Any, wanted: int | None) -> int:
     """The wanted context, else the length to which sentence-transformers cuts prompts, else the
     number of positions."""
-    positions = getattr(config, "max_position_embeddings", None)
+    text = config.get_text_config() if family.dual else config
+    positions = getattr(text, "max_position_embeddings", None)
     if not isinstance(positions, int):
         raise refuse(checkpoint, "config.json has no max_position_embeddings")
     if family.counts_after_padding:

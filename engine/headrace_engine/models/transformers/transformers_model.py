@@ -17,11 +17,12 @@ from typing import Any
 import torch
 from torch.nn import functional as F
 
+from ...attention.image_spans import attend_to_image
 from ...checkpoints.checkpoint import Checkpoint
 from ...core.attention_backend import AttentionBackend, LayerCache, LayerParams
 from ...core.errors import CheckpointError, ConfigError
 from ...operators.cpu import NativeOps
-from ..base import ForwardBatch, KVShape
+from ..base import BidirectionalSpan, ForwardBatch, KVShape
 from ..context import pick_context
 from ..linear.linear_maker import NO_INT8, computes_natively, pack_linear
 from ..registry import LoadedModel, LoadOptions
@@ -31,6 +32,8 @@ from .probe import Probe, eager_logits, probe_ids
 logger = logging.getLogger(__name__)
 
 LAYER_KINDS = {"full_attention", "sliding_attention"}
+# The decoder's part of the names in a multimodal checkpoint.
+_PARTS = {r"^model\.language_model\.": "model."}
 PROBE_TOLERANCE = {torch.float32: 1e-3, torch.float16: 5e-2, torch.bfloat16: 2e-1}
 
 
@@ -38,6 +41,11 @@ PROBE_TOLERANCE = {torch.float32: 1e-3, torch.float16: 5e-2, torch.bfloat16: 2e-
 class _Step:
     batch: ForwardBatch
     caches: Sequence[LayerCache]
+
+    @property
+    def spans(self) -> tuple[BidirectionalSpan, ...]:
+        """The rows that see later ones of their image, in layers with a window."""
+        return () if self.batch.vision is None else self.batch.vision.spans
 
 
 class PagedAttention:
@@ -71,15 +79,24 @@ class PagedAttention:
             return self.probe.attend(module, query, key, value, attention_mask, params, options)
         assert self.step is not None, "attention was called outside a step"
         index = self.layers[id(module)]
-        width = value.shape[-1]
+        width, queries = value.shape[-1], _rows(query)
+        cache, metadata = self.step.caches[index], self.step.batch.metadata_of(index)
+        spans = self.step.spans if sliding_window is not None else ()
+        # Attention may change the rows in place.
+        seeing = [queries[span.rows].clone() for span in spans]
         attended = self._backend.forward(
-            _rows(query),
+            queries,
             _rows(key),
             F.pad(_rows(value), (0, key.shape[-1] - width)),
-            self.step.caches[index],
-            self.step.batch.metadata_of(index),
+            cache,
+            metadata,
             params,
         )
+        for span, rows in zip(spans, seeing, strict=True):
+            blocks = metadata.block_tables[span.sequence]
+            attended[span.rows] = attend_to_image(
+                self._backend, rows, cache, blocks, params, span.first
+            )
         return attended[..., :width].unsqueeze(0), None
 
 
@@ -105,7 +122,7 @@ class TransformersModel:
         self._attention.step = _Step(batch, caches)
         try:
             output = model(
-                input_ids=batch.input_ids[None],
+                **self._inputs(batch),
                 position_ids=batch.positions[None],
                 use_cache=False,
                 **rows,
@@ -115,6 +132,19 @@ class TransformersModel:
         found = output.last_hidden_state if self._hidden_states else output.logits
         wanted: torch.Tensor = found[0]
         return wanted if keeps else wanted.index_select(0, batch.logits_rows)
+
+    def _inputs(self, batch: ForwardBatch) -> dict[str, torch.Tensor]:
+        """What the model reads: token ids, or with images the embeddings in their place."""
+        ids, vision = batch.input_ids[None], batch.vision
+        if vision is None:
+            return {"input_ids": ids}
+        ids = ids.index_fill(1, vision.rows, self._model.config.pad_token_id or 0)
+        embeddings = self._model.get_input_embeddings()(ids)
+        embeddings[0].index_copy_(0, vision.rows, vision.embeddings[0].to(embeddings.dtype))
+        inputs = {"inputs_embeds": embeddings}
+        if getattr(self._model.config, "hidden_size_per_layer_input", None):
+            inputs["per_layer_inputs"] = self._model.base_model.get_per_layer_inputs(ids)
+        return inputs
 
 
 def load(checkpoint: Checkpoint, options: LoadOptions) -> LoadedModel:
@@ -225,6 +255,7 @@ def from_pretrained(
             trust_remote_code=False,
             output_loading_info=True,
             ignore_mismatched_sizes=True,  # `check_missing` reports them by name
+            key_mapping=_PARTS if "text_config" in checkpoint.config else None,
         )
     except (ValueError, OSError, RuntimeError) as error:
         raise CheckpointError(f"{checkpoint.folder}: {error}") from error

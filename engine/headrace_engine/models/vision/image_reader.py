@@ -1,16 +1,20 @@
 """Makes images into what a vision tower reads, with transformers' image processor."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy.typing as npt
+
 from headrace_common.images.layout import NO_TOKENS, ImageError, ImageFormat, PromptTokens
+from headrace_common.images.llama4 import Llama4Images
 from headrace_common.wire.images import ImageSpan
 
 from ...checkpoints.checkpoint import Checkpoint, JsonObject, read_json
 from ...core.errors import CheckpointError, RequestError
 from ...core.images import Pixels, PromptImage, place_images
+from .llama4_tiles import llama4_tiles
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -40,12 +44,13 @@ def _optional(file: Path) -> JsonObject:
 
 
 class ImageReader:
-    """Reads images for one model, in any thread. `merge` and `bidirectional` are as in
-    ImageFormat."""
+    """Reads images for one model, in any thread. `merge`, `bidirectional` and `alone` are as
+    in ImageFormat."""
 
     def __init__(self, folder: Path, form: ImageFormat) -> None:
         self._folder, self._form = folder, form
         self.merge, self.bidirectional = form.merge, form.bidirectional
+        self.alone = form.alone
 
     def read(
         self, spans: Sequence[ImageSpan], images: Sequence["Image"]
@@ -76,11 +81,18 @@ class ImageReader:
                 raise RequestError(
                     f"an image has the grid {grid}, but its place in the prompt is for {span.grid}"
                 )
-            options = self._form.processor_options
-            made = self._processor(images=[image], return_tensors="np", **options)
+            return Pixels(dict(self._arrays(image)))
         except (ImageError, ValueError) as error:
             raise RequestError(f"an image cannot be read: {error}") from error
-        return Pixels(dict(made))
+
+    def _arrays(self, image: "Image") -> Mapping[str, npt.NDArray[Any]]:
+        if isinstance(self._form, Llama4Images):
+            return llama4_tiles(self._form, image)
+        options = self._form.processor_options
+        made: Mapping[str, npt.NDArray[Any]] = self._processor(
+            images=[image], return_tensors="np", **options
+        )
+        return made
 
     @cached_property
     def _processor(self) -> Any:

@@ -21,8 +21,8 @@ logger = logging.getLogger(__name__)
 
 # The images that a prompt may have if nothing is configured, as in vLLM.
 MOST_IMAGES = 999
-# The decoder in transformers' multimodal models.
-_DECODERS = ("language_model", "text_model")
+# The parts of transformers' multimodal models that images do not need.
+_OTHER_PARTS = ("language_model", "text_model", "audio_tower", "embed_audio")
 
 
 class VisionTower:
@@ -53,7 +53,12 @@ class VisionTower:
         }
         output = self._model.get_image_features(**given)
         deeper = getattr(output, "deepstack_features", None) or ()
-        return torch.stack([_joined(level) for level in (output.pooler_output, *deeper)])
+        first = output.pooler_output
+        if first is None:  # of Llama 4
+            first = self._model.multi_modal_projector(output.last_hidden_state)
+        levels = torch.stack([_joined(level) for level in (first, *deeper)])
+        # The image's only vector is that of each of its tokens.
+        return levels.expand(-1, image.span.length, -1) if self.reader.alone else levels
 
     def _placed(self, given: torch.Tensor) -> torch.Tensor:
         dtype = self._model.dtype if given.is_floating_point() else given.dtype
@@ -79,15 +84,16 @@ def load_tower(
             f"{checkpoint.folder / 'config.json'}: vision_config.deepstack_visual_indexes must be "
             f"fewer than the {decoder.num_hidden_layers} layers of the decoder"
         )
-    placeholder = config.image_token_id
+    placeholder = getattr(config, "image_token_id", form.placeholder)
     model = _load(config, checkpoint.folder, dtype, device)
     reader = ImageReader(checkpoint.folder, form)
     logger.info("vision tower loaded", extra={"parameters": model.num_parameters()})
-    return VisionTower(model, placeholder, levels, decoder.hidden_size, reader)
+    size = getattr(config, "projection_dim", decoder.hidden_size)
+    return VisionTower(model, placeholder, levels, size, reader)
 
 
 def _load(config: Any, folder: Path, dtype: torch.dtype, device: torch.device) -> Any:
-    """transformers' model without its decoder: what `get_image_features` computes with."""
+    """transformers' model without the parts that `get_image_features` does not compute with."""
     from transformers import AutoModel
     from transformers.initialization import no_init_weights
 
@@ -95,7 +101,7 @@ def _load(config: Any, folder: Path, dtype: torch.dtype, device: torch.device) -
     kind: Any = mapping._model_mapping[type(config)]
     with no_init_weights(), torch.device("meta"):
         model = kind._from_config(config, dtype=dtype, attn_implementation="sdpa")
-    for name in _DECODERS:
+    for name in _OTHER_PARTS:
         if hasattr(model, name):
             setattr(model, name, None)
     model.to_empty(device=device)

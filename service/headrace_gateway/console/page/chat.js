@@ -5,6 +5,7 @@ import { announce, ask, h, notify, setText } from "./dom.js";
 import { engineName, requestId, seconds } from "./format.js";
 import { Generation } from "./generation.js";
 import { InvalidField, Parameters } from "./parameters.js";
+import { Pictures, shownPicture, userMessage } from "./pictures.js";
 import { Probabilities } from "./probabilities.js";
 import { asCurl, asPython } from "./snippets.js";
 
@@ -17,6 +18,7 @@ export class ChatView {
   #feed;
   #killer;
   #parameters;
+  #pictures;
   #probabilities;
   // Objects with `element` and `messages()`.
   #turns = [];
@@ -28,18 +30,19 @@ export class ChatView {
     this.#api = api;
     this.#feed = feed;
     this.#killer = killer;
-    this.#parameters = new Parameters(api);
+    this.#parameters = new Parameters(api, () => this.show());
+    this.#pictures = new Pictures(api, () => this.#turns.flatMap((turn) => turn.pictures ?? []));
     this.#probabilities = new Probabilities(this.#box);
-    this.#welcome = welcome((text) => this.#send(text));
+    this.#welcome = welcome((text) => this.#send(text, []));
     this.#box.append(this.#welcome);
     get("composer").addEventListener("submit", (event) => {
       event.preventDefault();
-      this.#send(get("message").value.trim());
+      this.#sendDraft();
     });
     get("message").addEventListener("keydown", (event) => {
       if (event.key !== "Enter" || event.shiftKey || event.isComposing) return;
       event.preventDefault();
-      this.#send(get("message").value.trim());
+      this.#sendDraft();
     });
     get("view-chat").addEventListener("keydown", (event) => {
       if (event.key === "Escape" && this.#running) this.#stop();
@@ -56,6 +59,7 @@ export class ChatView {
       const models = await this.#parameters.loadModels();
       const none = "No model is registered yet. Start an engine, then send a message.";
       setText(this.#welcome.querySelector(".state"), models.length ? "" : none);
+      await this.#pictures.offer(this.#parameters.model, this.#parameters.readsImages);
     } catch (error) {
       setText(this.#welcome.querySelector(".state"), error.message);
     }
@@ -65,23 +69,20 @@ export class ChatView {
     this.#probabilities.hide();
   }
 
-  #messages() {
-    return this.#turns.flatMap((turn) => turn.messages());
+  #sendDraft() {
+    if (this.#send(get("message").value.trim(), this.#pictures.added)) this.#pictures.clear();
   }
 
-  #send(text) {
-    if (!text || this.#running) return;
-    let body;
-    try {
-      body = this.#parameters.body([...this.#messages(), { role: "user", content: text }]);
-    } catch (error) {
-      if (!(error instanceof InvalidField)) throw error;
-      notify(error.message);
-      return;
-    }
+  /** Sends a message; returns whether it could. */
+  #send(text, pictures) {
+    if (!(text || pictures.length) || this.#running) return false;
+    const turn = this.#userTurn(text, pictures);
+    const body = this.#bodyOf([...this.#turns, turn]);
+    if (!body) return false;
     get("message").value = "";
-    this.#add(this.#userTurn(text));
+    this.#add(turn);
     this.#generate(body);
+    return true;
   }
 
   #add(turn) {
@@ -99,11 +100,12 @@ export class ChatView {
 
   // A person's turn
 
-  #userTurn(text) {
-    const shown = h("div", { class: "text", text });
+  #userTurn(text, pictures) {
+    const row = pictures.length ? h("div", { class: "pictures" }, ...pictures.map(shownPicture)) : null;
+    const shown = h("div", { class: "text" }, row, text);
     const edit = h("button", { type: "button", class: "quiet edit", text: "Edit", click: () => this.#edit(turn) });
     const element = h("article", { class: "turn user", "aria-label": "You" }, shown, edit);
-    const turn = { element, text, edit, shown, messages: () => [{ role: "user", content: text }] };
+    const turn = { element, text, pictures, edit, shown, messages: () => [userMessage(text, pictures)] };
     return turn;
   }
 
@@ -127,9 +129,9 @@ export class ChatView {
         submit: (event) => {
           event.preventDefault();
           const text = input.value.trim();
-          if (!text || this.#running) return;
+          if (!(text || turn.pictures.length) || this.#running) return;
           this.#removeAfter(this.#turns.indexOf(turn));
-          this.#send(text);
+          this.#send(text, turn.pictures);
           get("message").focus();
         },
         keydown: (event) => {
@@ -256,6 +258,7 @@ export class ChatView {
   #restart() {
     if (this.#running) this.#stop();
     this.#removeAfter(0);
+    this.#pictures.clear();
     this.#welcome.hidden = false;
     get("message").focus();
   }
@@ -271,17 +274,15 @@ export class ChatView {
 
   async #showCode() {
     const draft = get("message").value.trim();
-    const turns = this.#running || this.#turns.at(-1)?.answer ? this.#turns.slice(0, -1) : this.#turns;
-    const asked = draft ? [...this.#messages(), { role: "user", content: draft }] : turns.flatMap((turn) => turn.messages());
-    const messages = asked.length ? asked : [{ role: "user", content: "Hello!" }];
-    let body;
-    try {
-      body = { ...this.#parameters.body(messages), stream: true };
-    } catch (error) {
-      if (!(error instanceof InvalidField)) throw error;
-      notify(error.message);
-      return;
-    }
+    const { added } = this.#pictures;
+    const drafted = draft || added.length;
+    let turns = this.#turns;
+    if (drafted) turns = [...turns, this.#userTurn(draft, added)];
+    else if (this.#running || turns.at(-1)?.answer) turns = turns.slice(0, -1);
+    if (!turns.length) turns = [this.#userTurn("Hello!", [])];
+    const body = this.#bodyOf(turns);
+    if (!body) return;
+    body.stream = true;
     const dialog = get("code-dialog");
     const fill = () => {
       const python = dialog.querySelector("input:checked").value === "python";

@@ -25,9 +25,12 @@ export class InvalidField extends Error {}
 
 export class Parameters {
   #api;
+  #models = [];
 
-  constructor(api) {
+  /** `onModel()` is called when another model is chosen. */
+  constructor(api, onModel) {
     this.#api = api;
+    field("model").addEventListener("change", onModel);
     document.getElementById("example-tool").addEventListener("click", () => {
       field("tools").value = JSON.stringify(EXAMPLE_TOOL, null, 2);
       this.#json("tools");
@@ -37,9 +40,20 @@ export class Parameters {
     if (matchMedia("(max-width: 60rem)").matches) document.getElementById("parameters").open = false;
   }
 
+  get model() {
+    return field("model").value;
+  }
+
+  /** Whether the chosen model reads images. */
+  get readsImages() {
+    const chosen = this.#models.find((model) => model.id === this.model);
+    return chosen?.architecture.input_modalities.includes("image") ?? false;
+  }
+
   /** Fills the list of models; keeps the chosen one. */
   async loadModels() {
     const { data } = await this.#api.json("/v1/models");
+    this.#models = data;
     const select = field("model");
     const names = data.map((model) => model.id);
     const shown = [...select.options].map((option) => option.value);
@@ -52,7 +66,7 @@ export class Parameters {
 
   /** The body of a request with these messages. Raises InvalidField, with the focus on the field. */
   body(messages) {
-    const body = { model: field("model").value };
+    const body = { model: this.model };
     const system = field("system").value.trim();
     body.messages = system ? [{ role: "system", content: system }, ...messages] : messages;
     for (const name of NUMBERS) {

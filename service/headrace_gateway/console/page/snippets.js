@@ -1,8 +1,9 @@
-// A request as a command or program that a person can copy. The API key is never part of it.
+// A request as a command or program that a person can copy. The API key is never part of it, and
+// the data of pictures, which are long, are replaced.
 
 /** `origin` is where the API is, as http://127.0.0.1:8000. */
 export function asCurl(origin, body) {
-  const json = JSON.stringify(body, null, 2).replaceAll("'", "'\\''");
+  const json = JSON.stringify(shortened(body), null, 2).replaceAll("'", "'\\''");
   return `curl -N ${origin}/v1/chat/completions \\
   -H 'Content-Type: application/json' \\
   -H "Authorization: Bearer $HEADRACE_API_KEY" \\
@@ -18,7 +19,7 @@ const KNOWN = new Set([
 ]);
 
 export function asPython(origin, body) {
-  const { stream, stream_options, ...rest } = body;
+  const { stream, stream_options, ...rest } = shortened(body);
   const fields = Object.entries(rest);
   const known = fields.filter(([name]) => KNOWN.has(name));
   const extra = Object.fromEntries(fields.filter(([name]) => !KNOWN.has(name)));
@@ -37,6 +38,17 @@ for chunk in stream:
     for choice in chunk.choices:
         print(choice.delta.content or "", end="", flush=True)
 `;
+}
+
+/** The same body with `<picture 1 in base64>` in place of the data of the first picture. */
+function shortened(body) {
+  let number = 0;
+  const short = (name, value) => {
+    if (name !== "url" || typeof value !== "string" || !value.startsWith("data:")) return value;
+    number += 1;
+    return value.replace(/,.*/s, `,<picture ${number} in base64>`);
+  };
+  return JSON.parse(JSON.stringify(body, short));
 }
 
 /** A JSON value as a Python literal. */

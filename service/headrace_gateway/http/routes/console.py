@@ -10,7 +10,7 @@ from ...console.live_stream import LiveStream
 from ...console.live_view import LiveView, Watcher, live_content
 from ...console.page_files import INDEX
 from ...errors import ApiError, invalid
-from ...schemas.answers import KilledEngine, RecentRequests
+from ...schemas.answers import ConsoleLimits, KilledEngine, RecentRequests
 from ..services import Services, services_of
 from .documents import answer_of
 
@@ -87,6 +87,18 @@ async def recent_requests(request: Request) -> dict[str, Any]:
     services = services_of(request)
     found = await services.recent_requests.of(services.pipeline.tenant, services.models.allows)
     return {"time": services.pipeline.admission.clock(), "requests": found}
+
+
+@router.get("/console/limits", **answer_of(ConsoleLimits))
+async def limits(request: Request) -> dict[str, int]:
+    """Returns what the chat may send."""
+    settings = services_of(request).settings
+    return {
+        "images": settings.max_images,
+        "image_bytes": settings.max_image_bytes,
+        "image_pixels": settings.max_image_pixels,
+        "body_bytes": settings.max_body_bytes,
+    }
 
 
 @router.post(

@@ -13,7 +13,7 @@ router = APIRouter()
 
 @router.post("/v1/embeddings", openapi_extra=body_of(EmbeddingRequest), **answer_of(EmbeddingList))
 async def create_embedding(request: Request) -> Response:
-    """Returns one vector for each input (text or token ids)."""
+    """Returns one vector for each input (text or token ids), or one for messages."""
     services = services_of(request)
     body = await services.body(request, EmbeddingRequest)
     model = await services.models.find(body.model)

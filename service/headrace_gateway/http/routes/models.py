@@ -57,4 +57,5 @@ async def _card(services: Services, model: ServedModel) -> dict[str, Any]:
         "root": model.own_name,
         "parent": model.parent,
         "max_model_len": await services.admission.known_context(model),
+        "architecture": {"input_modalities": ["text", *(["image"] if model.images else [])]},
     }

@@ -3,13 +3,13 @@
 from collections.abc import Collection, Mapping
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, Discriminator, Field, Tag
+from pydantic import AfterValidator, Discriminator, Field, Tag, model_validator
 from pydantic_core import PydanticCustomError
 
 from ...errors import invalid
 from ...limits.fields import FreeObject, Items, Name, Text
 from ...schemas import chat_messages
-from ...schemas.chat_messages import BY_FORM, MAX_PARTS, Body, image_part, only
+from ...schemas.chat_messages import BY_FORM, MAX_PARTS, Body, file_part, image_part, only
 from ...schemas.completions import MAX_MESSAGES, checked
 from ..opaque_reasoning import UnreadableReasoning, unseal
 from ..transcript import Parts, Transcript, joined, text_part
@@ -44,10 +44,22 @@ class ImagePart(Body):
     """`detail` has no effect: the model's own processor decides the size."""
 
     type: Literal["input_image"]
-    file_id: Annotated[Any, *only(reason="files are for batches; send image_url")] = None
-    image_url: Text
+    file_id: Name | None = None
+    image_url: Text | None = None
     detail: Literal["auto", "low", "high", "original"] | None = None
     prompt_cache_breakpoint: FreeObject | None = None
+
+    @model_validator(mode="after")
+    def _is_somewhere(self) -> "ImagePart":
+        if (self.file_id is None) == (self.image_url is None):
+            raise ValueError("an image is at image_url, or in the file file_id: give one of both")
+        return self
+
+    def chat_part(self, place: str) -> chat_messages.ImagePart:
+        """Returns the image in a chat's form; `place` is the name of this part."""
+        if self.file_id is not None:
+            return file_part(self.file_id, f"{place}.file_id")
+        return image_part(self.image_url or "", f"{place}.image_url")
 
 
 def _part_kind(value: object) -> str:
@@ -178,9 +190,7 @@ def _content(content: str | list[TextPart | ImagePart], place: str) -> Parts:
     if isinstance(content, str):
         return content
     parts: list[chat_messages.TextPart | chat_messages.ImagePart] = [
-        text_part(part.text)
-        if isinstance(part, TextPart)
-        else image_part(part.image_url, f"{place}[{index}].image_url")
+        text_part(part.text) if isinstance(part, TextPart) else part.chat_part(f"{place}[{index}]")
         for index, part in enumerate(content)
     ]
     return joined(parts)

@@ -33,13 +33,15 @@ class Answer:
 class Attack:
     """An attack.
 
-    `spoils` says that the processes must be restarted after it, because Redis is full.
+    `spoils` says that the processes must be restarted after it, because Redis is full. `refused`
+    says that its answer must be a 4xx.
     """
 
     name: str
     client: Client
     play: Callable[[Target], Awaitable[Answer]] = field(repr=False)
     spoils: bool = False
+    refused: bool = False
 
 
 def head(
@@ -117,5 +119,9 @@ async def together(answers: Iterable[Awaitable[Answer]]) -> Answer:
     return Answer(worst.outcome, max(answer.seconds for answer in found))
 
 
+# From the worst on; all others are refusals.
+_OUTCOMES = ("none", "500", "200")
+
+
 def _goodness(outcome: str) -> int:
-    return ["none", "500"].index(outcome) if outcome in ("none", "500") else 2
+    return _OUTCOMES.index(outcome) if outcome in _OUTCOMES else len(_OUTCOMES)

@@ -13,6 +13,7 @@ from .attack import Attack
 from .campaign import Campaign, campaign
 from .dice import Dice
 from .generator import Generator
+from .image_attacks import image_attacks
 from .report import PROGRAM, line, summary, violations
 from .rows import rows
 from .verdict import Result
@@ -28,7 +29,7 @@ def main(arguments: Sequence[str]) -> int:
     """Returns the exit code."""
     options = _parser().parse_args(arguments)
     if options.list:
-        _print([attack.name for attack in rows()])
+        _print([attack.name for attack in known()])
         return 0
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     folder = Path(tempfile.mkdtemp(prefix="headrace-hostile-"))
@@ -46,6 +47,11 @@ def main(arguments: Sequence[str]) -> int:
         return 1 if bad or latency.violations(made.undisturbed) else 0
 
 
+def known() -> list[Attack]:
+    """The attacks that were found by hand."""
+    return [*rows(), *image_attacks()]
+
+
 def _plan(
     options: argparse.Namespace, made: Campaign, results: Sequence[Result]
 ) -> Iterator[Attack]:
@@ -55,7 +61,7 @@ def _plan(
             yield find(name, generator)
     elif options.minutes is None:
         if not options.only_generated:
-            yield from rows()
+            yield from known()
         for number in range(options.count):
             yield generator.draw(Dice(options.seed, number))
     else:
@@ -66,7 +72,7 @@ def find(name: str, generator: Generator) -> Attack:
     """The attack with this name. Raises SystemExit if there is none."""
     if name[:1].isdigit() and "/" in name.partition(" ")[0]:
         return generator.draw(Dice.read(name.partition(" ")[0]))
-    for attack in rows():
+    for attack in known():
         if attack.name == name:
             return attack
     raise SystemExit(f"{PROGRAM}: no attack {name!r}; --list prints the names")

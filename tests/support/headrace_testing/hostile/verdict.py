@@ -76,6 +76,7 @@ def judge(
             *_probes(events, machine),
             *_others(events, stall, settled),
             *_answered(answer, machine.free_seconds(ended - answer.seconds, ended)),
+            *_refused(attack, answer),
         ),
     )
 
@@ -178,6 +179,11 @@ def _answered(answer: Answer, free_seconds: float) -> Iterable[str]:
         yield f"no answer in {ANSWER_LIMIT_S:.0f} s"
     if answer.outcome == "500":
         yield "an answer of 500"
+
+
+def _refused(attack: Attack, answer: Answer) -> Iterable[str]:
+    if attack.refused and not answer.outcome.startswith("4"):
+        yield f"an answer of {answer.outcome}, not 4xx"
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,5 +1,6 @@
 """The processes under attack: Valkey, a gateway and two engines, under the limits of a pod."""
 
+import json
 import resource
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -7,14 +8,22 @@ from pathlib import Path
 
 from headrace_common.text.checkpoint import DEMO_MODEL
 from headrace_testing.api_keys import KeyBook
+from headrace_testing.image_prompts import save_chat_model
 from headrace_testing.processes import Running, start_program
 from headrace_testing.stack import Stack
 from headrace_testing.tool_templates import CHATML_WITH_TOOLS
-from headrace_testing.valkey import ValkeyServer
+from headrace_testing.valkey import ValkeyServer, free_port
 
 from .limits import DESCRIPTORS, ENGINE_BYTES, GATEWAY_BYTES, PATIENCE_S, REDIS_BYTES, REDIS_MEMORY
 
 EMBEDDER = "embedder"
+# A model that reads images.
+VISION = "vision"
+# Forms of addresses that lead to this machine; the settings allow all of them as hosts of images.
+INNER_HOSTS = (
+    *("localhost", "127.0.0.1", "127.1", "0x7f.1", "0177.0.0.1", "2130706433", "0.0.0.0"),
+    *("::1", "::ffff:127.0.0.1", "::ffff:7f00:1", "64:ff9b::7f00:1", "2002:7f00:1::"),
+)
 # A model whose chat template runs for as many loops as a chat's `loops` says.
 LOOPING = "looping"
 LOOPING_TEMPLATE = """\
@@ -32,6 +41,7 @@ class Target:
     engine_metrics: int
     attacker: str
     bystander: str
+    inner: int  # a port of a server that no client may reach
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,7 +54,8 @@ class Watched:
 
 
 class HostileStack(Stack):
-    """One gateway with API keys, and engines that generate, embed, and register LOOPING."""
+    """One gateway with API keys, and engines that generate, embed, read images, and register
+    LOOPING."""
 
     def __init__(self, folder: Path) -> None:
         folder.mkdir(parents=True, exist_ok=True)
@@ -65,7 +76,14 @@ class HostileStack(Stack):
         self.looping = self.add_engine(
             *("--lease", "10", "--served-model-name", LOOPING, "--chat-template", str(looping))
         )
+        self.vision = self.add_engine(
+            *("--lease", "10", "--served-model-name", VISION),
+            *("--model", str(save_chat_model(folder / "vision", "qwen2.5-vl"))),
+        )
+        self._inner = free_port()
+        domains = [f"{host}:{self._inner}" for host in INNER_HOSTS]
         self.gateway = self.add_gateway(
+            *("--allowed-media-domains", json.dumps(domains)),
             *("--api-keys-file", str(self._keys.path)),
             *("--chat-template", str(folder / "template.jinja")),
             *("--header-timeout", str(PATIENCE_S), "--body-timeout", str(PATIENCE_S)),
@@ -74,7 +92,7 @@ class HostileStack(Stack):
 
     def until_ready(self) -> None:
         self.await_engines(1)
-        for engine in (self.embedder, self.looping):
+        for engine in (self.embedder, self.looping, self.vision):
             engine.await_log("engine ready")
 
     @property
@@ -86,6 +104,7 @@ class HostileStack(Stack):
             self.engine.metrics_port,
             secrets[ATTACKER],
             secrets[BYSTANDER],
+            self._inner,
         )
 
     @property
@@ -95,6 +114,7 @@ class HostileStack(Stack):
             Watched("engine", self.engine.pid, ENGINE_BYTES),
             Watched("embedder", self.embedder.pid, ENGINE_BYTES),
             Watched("looping", self.looping.pid, ENGINE_BYTES),
+            Watched("vision", self.vision.pid, ENGINE_BYTES),
             Watched("redis", self._valkey.pid, REDIS_BYTES),
         )
 
