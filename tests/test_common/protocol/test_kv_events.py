@@ -8,7 +8,6 @@ import pytest
 
 from headrace_common.errors import MessageError
 from headrace_common.protocol.kv_events import (
-    MAX_BITS,
     MAX_CHANGES,
     MAX_EVENT_BYTES,
     BlockFilter,
@@ -19,7 +18,7 @@ from headrace_common.protocol.kv_events import (
 )
 from headrace_common.protocol.redis.kv_events import RedisKVEventReader, RedisKVEventWriter
 from headrace_common.sealing.keyring import Keyring, new_key
-from headrace_common.wire.block_hashes import MIN_BITS, block_position, filter_bits
+from headrace_common.wire.block_hashes import MAX_BITS, MIN_BITS, block_position, filter_bits
 from headrace_common.wire.keys import ShardKeys
 from headrace_testing.backends import MODEL, OverRedis
 from headrace_testing.redis_users import OverUsers
