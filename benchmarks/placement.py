@@ -122,23 +122,82 @@ class Engine:
         )
 
 
-class Run:
+class Fleet:
+    """Engines that take from one queue in virtual time.
+
+    Subclasses admit requests, and say with `_seconds` how long an engine has one that it starts.
+    """
+
+    def __init__(self, engines: Sequence[Engine], seed: int) -> None:
+        self._events = EventQueue()
+        self._random = random.Random(seed)
+        self._backend = MemoryBackend(lambda: self._events.now)
+        self._shard: Shard = self._backend.shard(MODEL)
+        self._engines = engines
+        self._statuses = [engine.status for engine in engines]
+        self._came: dict[str, float] = {}
+        self._waits: list[float] = []
+        self._placed: Counter[bool | None] = Counter()
+
+    def _run(self) -> None:
+        while self._events.next_time < NEVER:
+            self._events.run_next()
+
+    def _queue(self, request: GenerateRequest, placement: Placement | None) -> None:
+        self._came[request.request_id] = self._events.now
+        self._backend.admit(request, "g", LIMITS, None, False, placement, left=math.inf)
+        # All engines with room are woken, and any of them may be first.
+        for engine in self._random.sample(self._engines, len(self._engines)):
+            self._take(engine)
+
+    def _take(self, engine: Engine) -> None:
+        if not engine.room or not any(len(queue) for queue in self._shard.waiting.values()):
+            return
+        turn = self._backend.take(self._shard, engine.name, engine.room, None)
+        for one in turn.taken:
+            self._start(engine, one)
+        if turn.free_at < UNLIMITED and turn.free_at != engine.woken_at:
+            engine.woken_at = turn.free_at
+            self._events.at(turn.free_at, self._take, engine)
+
+    def _start(self, engine: Engine, one: Taken) -> None:
+        self._waits.append(self._events.now - self._came.pop(one.request_id))
+        self._placed[one.placed] += 1
+        engine.running += 1
+        end = self._events.now + self._seconds(engine, one.request_id)
+        self._events.at(end, self._end, engine, one.request_id)
+
+    def _seconds(self, engine: Engine, request_id: str) -> float:
+        raise NotImplementedError
+
+    def _end(self, engine: Engine, request_id: str) -> None:
+        engine.running -= 1
+        del self._shard.records[request_id]
+        self._take(engine)
+
+    def _summary(self) -> dict[str, float]:
+        """Waits in ms without the first fifth, in which caches fill, and the shares of requests by
+        where they were taken."""
+        waits = sorted(self._waits[len(self._waits) // 5 :])
+        total = sum(self._placed.values())
+        return {
+            "wait_ms_p50": 1000 * waits[len(waits) // 2],
+            "wait_ms_p99": 1000 * waits[len(waits) * 99 // 100],
+            "wait_ms_max": 1000 * waits[-1],
+            "placed": self._placed[True] / total,
+            "stolen": self._placed[False] / total,
+        }
+
+
+class Run(Fleet):
     """One simulation: a method of placement with a scene."""
 
     def __init__(self, scene: Scene, method: Method) -> None:
-        self._events = EventQueue()
+        engines = [Engine(f"engine-{n}", scene.slots, scene.cached) for n in range(scene.engines)]
+        super().__init__(engines, scene.seed)
         self._scene, self._method = scene, method
-        self._random = random.Random(scene.seed)
-        self._backend = MemoryBackend(lambda: self._events.now)
-        self._shard: Shard = self._backend.shard(MODEL)
-        self._engines = [
-            Engine(f"engine-{n}", scene.slots, scene.cached) for n in range(scene.engines)
-        ]
-        self._statuses = [engine.status for engine in self._engines]
-        self._arrivals: dict[str, tuple[float, int]] = {}
+        self._prefixes: dict[str, int] = {}
         self._hits: list[bool] = []
-        self._waits: list[float] = []
-        self._placed: Counter[bool | None] = Counter()
 
     def __call__(self) -> dict[str, float]:
         """Returns the hit rate, waits in ms, and the shares of requests by where they were
@@ -149,33 +208,16 @@ class Run:
         times = poisson(self._random, scene.rate)
         for prefix, at in zip(prefixes, times, strict=False):
             self._events.at(at, self._admit, prefix, rank=1)  # sorted after ends at the same time
-        while self._events.next_time < NEVER:
-            self._events.run_next()
-        return self._summary()
-
-    def _end(self, engine: Engine, request_id: str) -> None:
-        engine.running -= 1
-        del self._shard.records[request_id]
-        self._take(engine)
+        self._run()
+        hits = self._hits[len(self._hits) // 5 :]
+        return {"hit_rate": sum(hits) / len(hits), **self._summary()}
 
     def _admit(self, prefix: int) -> None:
-        number = len(self._arrivals)
-        request = GenerateRequest(
-            request_id=f"0.{number}",
-            model=MODEL,
-            prompt_token_ids=(prefix,) * PREFIX_TOKENS,
-            sampling=SamplingParams(max_tokens=16, seed=1),
-            created_ms=0,
-            deadline_ms=NEVER_MS,
-            tenant=f"t{prefix % self._scene.tenants}",
+        request = make_request(
+            len(self._prefixes), (prefix,) * PREFIX_TOKENS, f"t{prefix % self._scene.tenants}"
         )
-        self._arrivals[request.request_id] = (self._events.now, prefix)
-        self._backend.admit(
-            request, "g", LIMITS, None, False, self._placement(request), left=math.inf
-        )
-        # All engines with room are woken, and any of them may be first.
-        for engine in self._random.sample(self._engines, len(self._engines)):
-            self._take(engine)
+        self._prefixes[request.request_id] = prefix
+        self._queue(request, self._placement(request))
 
     def _placement(self, request: GenerateRequest) -> Placement | None:
         if not self._method.placed:
@@ -193,39 +235,23 @@ class Run:
         (best, *_) = placement.candidates
         return replace(placement, candidates=(replace(best, capacity=10**9),), capacity=1)
 
-    def _take(self, engine: Engine) -> None:
-        if not engine.room or not any(len(queue) for queue in self._shard.waiting.values()):
-            return
-        turn = self._backend.take(self._shard, engine.name, engine.room, None)
-        for one in turn.taken:
-            self._start(engine, one)
-        if turn.free_at < UNLIMITED and turn.free_at != engine.woken_at:
-            engine.woken_at = turn.free_at
-            self._events.at(turn.free_at, self._take, engine)
-
-    def _start(self, engine: Engine, one: Taken) -> None:
-        arrived, prefix = self._arrivals[one.request_id]
-        hit = engine.hit(prefix)
+    def _seconds(self, engine: Engine, request_id: str) -> float:
+        hit = engine.hit(self._prefixes[request_id])
         self._hits.append(hit)
-        self._waits.append(self._events.now - arrived)
-        self._placed[one.placed] += 1
-        engine.running += 1
         seconds = self._random.expovariate(1 / self._scene.decode)
-        end = self._events.now + seconds + (0.0 if hit else self._scene.prefill)
-        self._events.at(end, self._end, engine, one.request_id)
+        return seconds + (0.0 if hit else self._scene.prefill)
 
-    def _summary(self) -> dict[str, float]:
-        skip = len(self._hits) // 5  # the caches fill first
-        hits, waits = self._hits[skip:], sorted(self._waits[skip:])
-        total = sum(self._placed.values())
-        return {
-            "hit_rate": sum(hits) / len(hits),
-            "wait_ms_p50": 1000 * waits[len(waits) // 2],
-            "wait_ms_p99": 1000 * waits[len(waits) * 99 // 100],
-            "wait_ms_max": 1000 * waits[-1],
-            "placed": self._placed[True] / total,
-            "stolen": self._placed[False] / total,
-        }
+
+def make_request(number: int, prompt: tuple[int, ...], tenant: str = "t") -> GenerateRequest:
+    return GenerateRequest(
+        request_id=f"0.{number}",
+        model=MODEL,
+        prompt_token_ids=prompt,
+        sampling=SamplingParams(max_tokens=16, seed=1),
+        created_ms=0,
+        deadline_ms=NEVER_MS,
+        tenant=tenant,
+    )
 
 
 def compare(scene: Scene, methods: Sequence[Method] = METHODS) -> dict[str, dict[str, float]]:

@@ -204,11 +204,14 @@ class GatewaySettings(BaseSettings):
     )
     placement: Literal["prefix", "none"] = Field(
         "prefix",
-        description="prefix: requests whose prompts have the same beginning go to the same engine, "
-        "which has that in its cache, while its load allows; none: to any engine",
+        description="prefix: a request goes to the engine that has most of its prompt in its "
+        "cache, while its load allows; none: to any engine",
     )
     placement_prefix_tokens: int = Field(
-        128, ge=1, description="tokens at the beginning of a prompt that decide its placement"
+        128,
+        ge=1,
+        description="tokens of the shortest cached beginning of a prompt that decides its "
+        "placement; without one, prompts with the same first tokens go to the same engine",
     )
     placement_load_factor: float = Field(
         1.25,

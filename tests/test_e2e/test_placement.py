@@ -1,5 +1,5 @@
-"""Prompts with the same beginning go to one engine, or to another one if that engine does not take
-them."""
+"""Prompts go to the engine that has most of them cached, or to another one if that engine does not
+take them."""
 
 import signal
 from collections.abc import Iterator
@@ -58,3 +58,36 @@ def test_each_tenants_prompts_are_cached_by_one_engine(stack: Stack) -> None:
     cached = cached_tokens(second.url)
     assert sorted(cached) == [0] * (counts[0] // 2) + [CACHED] * (counts[1] // 2)
     assert taken(other, "stolen") == counts[0] // 2
+
+
+def test_prompts_stay_with_the_engine_that_told_of_them(
+    checkpoint: Path, tmp_path: Path, start: Starter
+) -> None:
+    stack = Stack(checkpoint, tmp_path, start=start)
+    try:
+        stack.add_engine()
+        stack.add_gateway("--placement-steal-after", "600")
+        stack.await_engines(1)
+        (gateway,) = stack.gateways
+        assert cached_tokens(gateway.url) == [0] * SALTS
+        stack.add_engine()
+        stack.await_engines(2)
+        assert cached_tokens(gateway.url) == [CACHED] * SALTS, (
+            "by their beginnings, half would move"
+        )
+        first, _ = stack.engines
+        assert taken(first, "placed") == SALTS
+        metric = "headrace_gateway_placement_tokens_total"
+        counts = {
+            kind: gateway.metric(metric, f'kind="{kind}"')
+            for kind in ("prompt", "known", "expected", "found")
+        }
+        cached = CACHED * SALTS
+        assert counts == {
+            "prompt": len(PROMPT) * SALTS,
+            "known": cached,
+            "expected": cached,
+            "found": cached,
+        }
+    finally:
+        stack.close()

@@ -12,9 +12,9 @@ from .images import ImageSpan
 
 HASH_BYTES = 32
 # How many bits of a hash a filter tells apart. It has 2**SPARSENESS bits for each block, as far as
-# MAX_BITS allows: then about 3 % of them are set.
+# MAX_BITS allows: then under 1 % of them are set.
 MIN_BITS, MAX_BITS = 10, 20
-SPARSENESS = 5
+SPARSENESS = 7
 
 
 def prefix_seed(cache_salt: bytes, adapter: str | None) -> bytes:

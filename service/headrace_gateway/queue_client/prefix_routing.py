@@ -24,9 +24,9 @@ class PrefixRouter:
     tokens, by these tokens and the cache salt.
 
     `load_factor`: as in Placement. `steal_after`: seconds that a request waits for its engine.
-    `tokens` counts tokens of placed prompts by model and kind: all of them (prompt); those that
-    some engine was believed to have cached (known); those that the engine was believed to have
-    cached that took the request first (expected), and those that it had (found).
+    `tokens` counts tokens of placed prompts by model and kind: prompt (all), known (some engine was
+    believed to have them cached), expected (the engine that took the request first was), found (it
+    had them).
     """
 
     def __init__(

@@ -18,6 +18,15 @@ MODEL = "tiny"
 LEASE_S = 2.0
 
 
+def _metric(port: int, name: str, labels: str) -> float:
+    with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=30) as answer:
+        text = answer.read().decode()
+    pattern = rf"^{re.escape(name)}(?:\{{(.*)\}})? (\S+)$"
+    found = re.findall(pattern, text, re.MULTILINE)
+    assert found, f"{name} is not exported:\n{text[:2000]}"
+    return sum(float(value) for own, value in found if labels in own)
+
+
 class EngineProcess(HeadraceProcess):
     """`python -m headrace_engine` with a metrics port."""
 
@@ -40,13 +49,7 @@ class EngineProcess(HeadraceProcess):
 
     def metric(self, name: str, labels: str = "") -> float:
         """The sum of a metric's samples whose labels contain the text `labels`."""
-        url = f"http://127.0.0.1:{self.metrics_port}/metrics"
-        with urllib.request.urlopen(url, timeout=30) as answer:
-            text = answer.read().decode()
-        pattern = rf"^{re.escape(name)}(?:\{{(.*)\}})? (\S+)$"
-        found = re.findall(pattern, text, re.MULTILINE)
-        assert found, f"{name} is not exported:\n{text[:2000]}"
-        return sum(float(value) for own, value in found if labels in own)
+        return _metric(self.metrics_port, name, labels)
 
     @property
     def idle(self) -> bool:
@@ -80,6 +83,10 @@ class GatewayProcess(HeadraceProcess):
     @property
     def url(self) -> str:
         return f"http://127.0.0.1:{self.port}"
+
+    def metric(self, name: str, labels: str = "") -> float:
+        """Like EngineProcess.metric."""
+        return _metric(self.metrics_port, name, labels)
 
     @property
     def ready(self) -> bool:

@@ -8,7 +8,6 @@ import pytest
 
 from headrace_common.errors import MessageError
 from headrace_common.protocol.kv_events import (
-    MAX_BITS,
     MAX_CHANGES,
     MAX_EVENT_BYTES,
     BlockFilter,
@@ -19,7 +18,7 @@ from headrace_common.protocol.kv_events import (
 )
 from headrace_common.protocol.redis.kv_events import RedisKVEventReader, RedisKVEventWriter
 from headrace_common.sealing.keyring import Keyring, new_key
-from headrace_common.wire.block_hashes import MIN_BITS, block_position, filter_bits
+from headrace_common.wire.block_hashes import MAX_BITS, MIN_BITS, block_position, filter_bits
 from headrace_common.wire.keys import ShardKeys
 from headrace_testing.backends import MODEL, OverRedis
 from headrace_testing.redis_users import OverUsers
@@ -167,7 +166,7 @@ def test_an_event_that_is_too_large_is_refused() -> None:
 
 
 def test_a_filter_grows_with_the_cache_up_to_a_bound() -> None:
-    sizes = {1: MIN_BITS, 32: 10, 33: 11, 4096: 17, 32768: 20, 10**6: MAX_BITS}
+    sizes = {1: MIN_BITS, 8: 10, 9: 11, 4096: 19, 8192: 20, 10**6: MAX_BITS}
     assert {blocks: filter_bits(blocks) for blocks in sizes} == sizes
     assert block_position(b"\xff" * 32, MAX_BITS) == 2**MAX_BITS - 1
     assert block_position(b"\0\1" + bytes(30), 16) == 1

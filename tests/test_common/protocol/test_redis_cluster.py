@@ -15,6 +15,7 @@ from headrace_common.errors import BackendUnavailable, BackendUnfit
 from headrace_common.protocol.accounts import Item, ItemKind, Quota
 from headrace_common.protocol.adapters import AdapterSet
 from headrace_common.protocol.base import EngineQueue, Outcome, Progress, QueueLimits, TenantUse
+from headrace_common.protocol.kv_events import KVEvent
 from headrace_common.protocol.limits import Rates, Settlement
 from headrace_common.protocol.redis.adapters import RedisAdapterSets
 from headrace_common.protocol.redis.admin import DeadLetter, QueueAdmin
@@ -25,6 +26,7 @@ from headrace_common.protocol.redis.client.connection import (
 )
 from headrace_common.protocol.redis.client.slots import SlotMap, slot_of
 from headrace_common.protocol.redis.engine import RedisEngineQueue
+from headrace_common.protocol.redis.kv_events import RedisKVEventReader, RedisKVEventWriter
 from headrace_common.protocol.redis.limits import RedisKeyUsage
 from headrace_common.protocol.redis.loads import RedisModelLoads
 from headrace_common.protocol.redis.scripts import NAMES, Scripts
@@ -33,6 +35,7 @@ from headrace_common.protocol.registry import RegisteredModel, RegistrationGrant
 from headrace_common.protocol.slots import SlotAction
 from headrace_common.protocol.store import StoredRequest
 from headrace_common.wire import keys
+from headrace_common.wire.block_hashes import MIN_BITS
 from headrace_common.wire.images import ImageData, ImageSpan
 from headrace_common.wire.messages import Cancel, ChoiceState, Tokens
 from headrace_testing.backends import MODEL, OverRedis, make_request, make_status
@@ -118,6 +121,10 @@ async def use_everything(redis_backend: OverRedis) -> None:
     await shard.add_tenant_use({1: TenantUse("epoch", {"tenant": 1})})
     slot = RedisSlot(redis_backend.connect(), "group", "e", MODEL)
     await slot.act(SlotAction.TAKE, await slot.demand())
+    event = KVEvent(number=1, block_size=16, bits=MIN_BITS, whole=bytes(2**MIN_BITS // 8))
+    await RedisKVEventWriter(redis_backend.connect(), "e", MODEL).write(event)
+    reader = RedisKVEventReader(redis_backend.connect())
+    assert len((await reader.read(MODEL, {"e": "", "other": ""}))["e"]) == 1
     await use_stores(redis_backend)
 
 

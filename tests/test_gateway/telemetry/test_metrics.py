@@ -231,6 +231,16 @@ async def test_open_batches_are_those_of_all_gateways(telemetry: Telemetry) -> N
     assert value(families, "headrace_batch_ended_total", state="expired") == 0
 
 
+async def test_tokens_of_placed_prompts_are_counted_by_kind(telemetry: Telemetry) -> None:
+    tokens = {("m", "prompt"): 100, ("m", "found"): 64, ("other", "prompt"): 7}
+    GatewayMetrics(telemetry.meter).observe_placement(tokens)
+    families = await asyncio.to_thread(scrape, url_of(telemetry))
+    name = "headrace_gateway_placement_tokens_total"
+    assert value(families, name, gen_ai_request_model="m", kind="prompt") == 100
+    assert value(families, name, gen_ai_request_model="m", kind="found") == 64
+    assert value(families, name, gen_ai_request_model="other", kind="prompt") == 7
+
+
 async def test_unreadable_batches_leave_a_gap(telemetry: Telemetry) -> None:
     batches = FakeBatches()
     batches.failing = True
