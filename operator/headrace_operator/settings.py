@@ -45,7 +45,7 @@ class OperatorSettings(BaseSettings):
         15.0, ge=2, description="seconds after which a silent leader is replaced"
     )
     resync_interval: float = Field(
-        15.0, gt=0, description="seconds between two looks at a ModelService without any change"
+        15.0, gt=0, description="seconds between two looks at a ModelService without change or work"
     )
 
     redis_url: str = Field(

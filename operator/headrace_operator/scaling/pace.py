@@ -18,7 +18,7 @@ _DISTINCT = 1e-3
 class Pace:
     """Weighted sums over measurements of one engine with `n` sequences and `r` tokens a second.
 
-    Each field is the sum of the product that its letters spell. `prefill` is the mean seconds of a
+    The name of each sum is its product: `rrn` sums r * r * n. `prefill` is the mean seconds of a
     prefill.
     """
 

@@ -51,7 +51,7 @@ class PlannedScaler:
 
 
 class HeadraceScaler:
-    """The operator's own decision, at the operator's default interval."""
+    """The operator's own decision, at its interval for models that have work."""
 
     interval = 5.0
 
