@@ -121,10 +121,8 @@ class Pictures:
         before, begun = self._done(), time.perf_counter()
         async with httpx.AsyncClient(timeout=600, limits=httpx.Limits()) as client:
             url = f"{self._stack.gateways[0].url}/v1/chat/completions"
-            answers = await asyncio.gather(*(client.post(url, json=body) for body in bodies))
+            await asyncio.gather(*(_answered(client, url, body) for body in bodies))
         seconds, after = time.perf_counter() - begun, self._done()
-        for answer in answers:
-            answer.raise_for_status()
         return Round(seconds, *(new - old for new, old in zip(after, before, strict=True)))
 
     def _picture(self) -> str:
@@ -162,6 +160,13 @@ class Pictures:
         )
 
 
+async def _answered(client: httpx.AsyncClient, url: str, body: dict[str, Any]) -> None:
+    """Sends a request until it is answered: a gateway refuses images that would wait long."""
+    while (answer := await client.post(url, json=body)).status_code == 429:  # noqa: ASYNC110
+        await asyncio.sleep(0.1)
+    answer.raise_for_status()
+
+
 @contextmanager
 def stack_of(model: Path, folder: Path, threads: int) -> Iterator[Stack]:
     stack = Stack(model, folder)
@@ -186,9 +191,9 @@ def measure_pictures(model: Path, folder: Path, given: argparse.Namespace) -> No
                     rounds[name].append(found)
     print(f"| {given.requests} requests about | seconds | decoded | encoded | encoding |")
     print("| --- | ---: | ---: | ---: | ---: |")
-    for name, found in rounds.items():
-        seconds, encoding = [each.seconds for each in found], [each.encoding for each in found]
-        counts = f"{median(r.decoded for r in found):.0f} | {median(r.encoded for r in found):.0f}"
+    for name, own in rounds.items():
+        seconds, encoding = [each.seconds for each in own], [each.encoding for each in own]
+        counts = f"{median(r.decoded for r in own):.0f} | {median(r.encoded for r in own):.0f}"
         print(f"| {name} | {spread(seconds)} | {counts} | {spread(encoding)} |")
     pairs = zip(rounds[DISTINCT], rounds[ONE], strict=True)
     gain = [distinct.seconds / one.seconds for distinct, one in pairs]
@@ -204,7 +209,7 @@ def measure_text(models: Sequence[tuple[str, Path]], given: argparse.Namespace) 
     speeds: dict[str, list[float]] = {name: [] for name in made}
     for turn in range(given.text_rounds + 1):
         rng = Random(turn)
-        prompts = [
+        prompts: list[Any] = [
             {"prompt_token_ids": [rng.randrange(10, 250) for _ in range(rng.randrange(16, 257))]}
             for _ in range(given.requests)
         ]
