@@ -35,7 +35,7 @@ from vision import (
 
 SEED = 22
 MINUTES = 20.0
-ROWS = 32
+ROWS = 64
 LEARNING_RATE = 4e-3
 WEIGHT_DECAY = 0.05
 WARM_UP_STEPS = 30

@@ -39,7 +39,7 @@ class Llama4Images(ImageFormat):
     @classmethod
     def from_files(cls, files: FamilyFiles) -> "Llama4Images":
         processor, vision = files.image_processor, files.config.get("vision_config") or {}
-        tile = int((processor.get("size") or {"height": 336})["height"])
+        tile = int((processor.get("size") or {}).get("height", 336))
         patches = (tile // int(vision.get("patch_size", 14))) ** 2
         placeholder, image_token = files.tokens.find(IMAGE), files.image_token()
         red, green, blue = map(float, processor.get("image_mean") or (0.5, 0.5, 0.5))

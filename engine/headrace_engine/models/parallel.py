@@ -26,7 +26,7 @@ _EXPERT = re.compile(r"\.experts\.(\d+)\.")
 _BY_HEAD = re.compile(r"\.(k_proj|v_proj)\.(weight|bias)$")
 _BY_INPUT = re.compile(r"\.(o_proj|down_proj)\.weight$")
 _INNER = re.compile(r"\.(gate|up|down)_proj\.")
-# Inner sizes are cut between groups of so many, as 4-bit floats and blocks of GGUF share a scale.
+# Inner sizes are cut between groups of 32, which share a scale in MXFP4 and GGUF.
 _GROUP = 32
 # Biases of layers whose outputs are summed over the ranks: only one rank adds them.
 _ONCE = re.compile(r"\.(o_proj|down_proj)\.bias$")

@@ -16,8 +16,11 @@ _DISTINCT = 1e-3
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Pace:
-    """Weighted sums over measurements of one engine, with `n` sequences and `r` tokens a second:
-    of r * r, r * r * n, r * r * n * n, r * n and r * n * n; and the mean seconds of a prefill."""
+    """Weighted sums over measurements of one engine with `n` sequences and `r` tokens a second.
+
+    Each field is the sum of the product that its letters spell. `prefill` is the mean seconds of a
+    prefill.
+    """
 
     rr: float = 0.0
     rrn: float = 0.0

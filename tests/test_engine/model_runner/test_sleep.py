@@ -3,6 +3,7 @@
 A real model on the CPU.
 """
 
+import gc
 import os
 from collections.abc import Callable
 from pathlib import Path
@@ -23,6 +24,12 @@ from headrace_testing.engines import Output, engine_config, greedy, make_runner,
 CheckpointMaker = Callable[[str], Path]
 LEVELS: tuple[SleepLevel, ...] = (1, 2)
 PROMPTS = [[(3 * number + index) % 90 + 4 for index in range(9 + number)] for number in range(5)]
+
+
+@pytest.fixture(autouse=True)
+def only_new_objects(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Spares a sleep of level 2 the visit of a million objects that pytest has made."""
+    monkeypatch.setattr(gc, "unfreeze", lambda: None)
 
 
 def make_engine(folder: Path, **options: object) -> Engine:

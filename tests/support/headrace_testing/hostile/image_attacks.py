@@ -5,7 +5,8 @@ import base64
 import io
 import json
 from collections.abc import Awaitable, Callable, Iterator, Sequence
-from functools import cache
+from functools import cache, partial
+from typing import Any
 
 from PIL import Image
 
@@ -20,7 +21,7 @@ from headrace_testing.images import (
 )
 
 from .attack import Answer, Attack, post
-from .rows import CHAT, MIB
+from .rows import CHAT, MIB, ask, form
 from .sockets import many
 from .world import INNER_HOSTS, VISION, Target
 
@@ -29,7 +30,7 @@ Urls = Callable[[], Sequence[str]]
 
 
 def image_attacks() -> list[Attack]:
-    return [*_bombs(), *_files(), *_urls(), *_places()]
+    return [*_bombs(), *_files(), *_urls(), *_places(), *_uploads()]
 
 
 def _attack(name: str, urls: Urls, *, times: int = 1, refused: bool = True) -> Attack:
@@ -40,8 +41,12 @@ def _attack(name: str, urls: Urls, *, times: int = 1, refused: bool = True) -> A
 
 
 def question(urls: Sequence[str]) -> bytes:
+    """A chat about the images at these URLs."""
+    return _chat([{"type": "image_url", "image_url": {"url": url}} for url in urls])
+
+
+def _chat(parts: Sequence[Any]) -> bytes:
     """A chat about images, 1,000 in each message."""
-    parts = [{"type": "image_url", "image_url": {"url": url}} for url in urls]
     messages = [
         {"role": "user", "content": [*parts[at : at + 1000], {"type": "text", "text": "the cat"}]}
         for at in range(0, len(parts), 1000)
@@ -158,6 +163,27 @@ def _places() -> Iterator[Attack]:
     yield _attack("the address of a cloud's metadata", lambda: ["http://169.254.169.254/latest"])
     yield _attack("a file's URL", lambda: ["file:///etc/passwd"])
     yield _attack("a URL of 7 MiB", lambda: ["http://localhost/" + "a" * 7 * MIB])
+
+
+def _uploads() -> Iterator[Attack]:
+    def upload(encoded: Callable[[], bytes], times: int) -> Callable[[Target], Awaitable[Answer]]:
+        def play(target: Target) -> Awaitable[Answer]:
+            body, headers = form(encoded(), "cat.png", "vision")
+            return many(target.api, [post("/v1/files", body, target.attacker, headers)] * times)
+
+        return play
+
+    bombs: dict[str, Callable[[], bytes]] = {
+        "a PNG that says 65,000 x 65,000": lambda: png_of_size(65_000, 65_000),
+        "30 MiB that are no image": lambda: bytes(30 * MIB),
+    }
+    for name, encoded in bombs.items():
+        yield Attack(f"16 uploads of {name}", "tenant", upload(encoded, 16))
+    for times, count in ((20, 64), (1, 10_000)):
+        parts = [{"type": "file", "file": {"file_id": f"file-{n}"}} for n in range(count)]
+        name = f"{times} x {count:,} ids of files that do not exist"
+        body = partial(_chat, parts)
+        yield Attack(name, "tenant", ask(CHAT, body, times), refused=True)
 
 
 async def _inner(target: Target) -> Answer:

@@ -249,10 +249,12 @@ async def _stored(target: Target) -> Answer:
     return Answer(outcome, min(last.seconds, time.monotonic() - began))
 
 
-def form(content: bytes, name: str = "a.jsonl") -> tuple[bytes, dict[str, str]]:
-    """A form with a file for batches, and the header of the form."""
+def form(
+    content: bytes, name: str = "a.jsonl", purpose: str = "batch"
+) -> tuple[bytes, dict[str, str]]:
+    """A form with a file, and the header of the form."""
     edge = b"--edge\r\nContent-Disposition: form-data; "
-    body = edge + b'name="purpose"\r\n\r\nbatch\r\n'
+    body = edge + b'name="purpose"\r\n\r\n%b\r\n' % purpose.encode()
     body += edge + b'name="file"; filename="%b"\r\n\r\n' % name.encode() + content
     return body + b"\r\n--edge--\r\n", {"Content-Type": "multipart/form-data; boundary=edge"}
 

@@ -182,7 +182,7 @@ def _answered(answer: Answer, free_seconds: float) -> Iterable[str]:
 
 
 def _refused(attack: Attack, answer: Answer) -> Iterable[str]:
-    if attack.refused and not answer.outcome.startswith("4"):
+    if attack.refused and answer.outcome != "none" and not answer.outcome.startswith("4"):
         yield f"an answer of {answer.outcome}, not 4xx"
 
 
