@@ -39,30 +39,33 @@ class KVEvent:
 
 
 class BlockFilter:
-    """The blocks that an engine probably has; all that it has are among them."""
+    """The blocks that an engine probably has; all that it has are among them.
 
-    __slots__ = ("_set", "bits", "block_size")
+    Bit `p` of the filter is bit `p & 7` of the byte `p >> 3` of `content`.
+    """
+
+    __slots__ = ("bits", "block_size", "content")
 
     def __init__(self, bits: int, block_size: int, whole: bytes | None = None) -> None:
         self.bits = bits
         self.block_size = block_size
-        self._set = bytearray(2**bits // 8 if whole is None else whole)
+        self.content = bytearray(2**bits // 8 if whole is None else whole)
 
     @property
     def whole(self) -> bytes:
         """All bits."""
-        return bytes(self._set)
+        return bytes(self.content)
 
     def may_have(self, block_hash: bytes) -> bool:
         position = block_position(block_hash, self.bits)
-        return bool(self._set[position >> 3] >> (position & 7) & 1)
+        return bool(self.content[position >> 3] >> (position & 7) & 1)
 
     def change(self, added: Sequence[int], removed: Sequence[int]) -> None:
         """Sets and clears bits."""
         for position in added:
-            self._set[position >> 3] |= 1 << (position & 7)
+            self.content[position >> 3] |= 1 << (position & 7)
         for position in removed:
-            self._set[position >> 3] &= ~(1 << (position & 7))
+            self.content[position >> 3] &= ~(1 << (position & 7))
 
 
 class FollowedFilter:
