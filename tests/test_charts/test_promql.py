@@ -52,6 +52,8 @@ ABSENT = {
     names.ENGINE_HANDOVER_KV: "the engine hands nothing over",
     names.QUEUE_REDELIVERIES: "there is no series before the first redelivery",
     names.GATEWAY_OPEN_REFUSED: "no tenant has too many open requests",
+    names.GATEWAY_IMAGES: "the model reads no images",
+    names.GATEWAY_PLACEMENT_TOKENS: "one engine is no choice",
 }
 PANELS = [(each, panel) for each in dashboards() for panel in each.panels]
 VARIABLES = [variable for each in dashboards() for variable in each.variables]
