@@ -152,13 +152,13 @@ def test_the_api_server_refuses_an_invalid_spec_and_names_the_field(
 
 def test_a_spec_refused_by_the_operator_leaves_the_engines_alone(service: Service) -> None:
     before = service.engines()
-    service.patch({"engine": {"tensorParallelSize": 32}})
+    service.patch({"scaling": {"prometheusUrl": "http://169.254.169.254"}})
 
     until(lambda: service.condition("Degraded").get("status") == "True", "the spec to be refused")
-    assert "spec.engine.tensorParallelSize" in service.condition("Degraded")["message"]
+    assert "spec.scaling.prometheusUrl" in service.condition("Degraded")["message"]
     assert service.engines() == before
 
-    service.patch({"engine": {"tensorParallelSize": 1}})
+    service.patch({"scaling": {"prometheusUrl": None}})
     until(lambda: service.condition("Degraded").get("status") == "False", "the spec to be taken")
     service.until_ready(1)
 
