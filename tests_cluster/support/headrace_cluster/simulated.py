@@ -75,35 +75,18 @@ def simulated(
     """
     arrivals = np.array(sorted(each.begun - began for each in answered))
     prompts, outputs = (np.full(len(arrivals), length) for length in lengths)
-    setup = Setup(
-        trace=Trace(arrivals, prompts, outputs),
-        profile=engine,
-        objectives=Objectives(),
-        limits=QueueLimits(),
-        replicas=0,
-    )
-    return decisions(setup, scaling)
-
-
-def decisions(setup: Setup, scaling: Manifest) -> list[tuple[float, int]]:
-    """Seconds since the start of a simulation, and the number of engines that was decided then."""
     scaler = _RecordedScaler(scaling)
-    simulate(setup, scaler)
+    simulate(
+        Setup(
+            trace=Trace(arrivals, prompts, outputs),
+            profile=engine,
+            objectives=Objectives(),
+            limits=QueueLimits(),
+            replicas=0,
+        ),
+        scaler,
+    )
     return scaler.decided
-
-
-def within_one(counts: Sequence[tuple[float, int]], decided: Sequence[tuple[float, int]]) -> float:
-    """The share of the counts that differ by at most one engine from the simulator's of that time.
-
-    Either may decide up to one interval earlier.
-    """
-    shift = HeadraceScaler.interval
-    near = [
-        (count, [wanted for at, wanted in decided if abs(at - time) <= shift])
-        for time, count in counts
-    ]
-    fits = [min(wanted) - 1 <= count <= max(wanted) + 1 for count, wanted in near if wanted]
-    return sum(fits) / len(fits)
 
 
 def apart(samples: Sequence[Sample], decided: Sequence[tuple[float, int]]) -> list[str]:
