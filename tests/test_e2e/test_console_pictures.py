@@ -39,7 +39,7 @@ VISION = ROOT / "build" / "demo-vision"
 SCENE = (Group(2, "red", "circle"), Group(1, "blue", "square"))
 # Requests that run beside the chat, so that its stream takes some seconds.
 LOAD = 32
-TOKENS = 240
+TOKENS = 115
 
 pytestmark = pytest.mark.skipif(not FOLDER, reason="make console-pictures draws these")
 
