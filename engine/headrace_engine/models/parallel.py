@@ -62,7 +62,7 @@ class Shard:
     def inner(self, length: int) -> tuple[int, int]:
         """This rank's [start, stop) of the inner size of a feed-forward layer: shares differ by at
         most one group of 32, if it has as many groups as there are ranks."""
-        group = _GROUP if length % _GROUP == 0 and length // _GROUP >= self.size else 1
+        group = _inner_group(length, self.size)
         start, stop = self.share(length // group)
         return start * group, stop * group
 
@@ -78,18 +78,23 @@ class Shard:
         return start, start + each + (self.rank < more)
 
 
+def _inner_group(length: int, size: int) -> int:
+    """Between how many inputs an inner size is cut for `size` ranks."""
+    return _GROUP if length % _GROUP == 0 and length // _GROUP >= size else 1
+
+
 def check_divisible(config: ModelConfig, size: int, expert_parallel: bool = False) -> None:
     """Raises ConfigError for a decoder that cannot be divided among `size` ranks."""
-    counts = {"num_attention_heads": config.num_heads}
     if expert_parallel:
-        counts |= _counts_beside_experts(config, _experts_to_spread(config, size))
+        inner = _counts_beside_experts(config, _experts_to_spread(config, size))
     else:
-        counts["intermediate_size"] = config.intermediate_size
+        inner = {"intermediate_size": config.intermediate_size}
         if config.experts is not None:
-            counts |= _expert_counts(config.experts)
+            inner |= _expert_counts(config.experts)
+    counts = {"num_attention_heads": config.num_heads}
+    counts |= {name: count for name, count in inner.items() if _inner_group(count, size) == 1}
     for name, count in counts.items():
-        in_groups = name != "num_attention_heads" and count % _GROUP == 0
-        if count % size and not (in_groups and count // _GROUP >= size):
+        if count % size:
             raise ConfigError(
                 f"tensor_parallel_size {size} does not divide {name} ({count}) of this model: "
                 "use a divisor"

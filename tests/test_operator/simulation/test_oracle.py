@@ -11,21 +11,12 @@ from headrace_common.protocol.base import QueueLimits
 from headrace_operator.scaling import ScalingPolicy
 from headrace_operator.simulation import __main__ as command
 from headrace_operator.simulation.comparison import Comparison, with_room_to_scale
-from headrace_operator.simulation.engine_profile import EngineProfile, load_profile
+from headrace_operator.simulation.engine_profile import load_profile
 from headrace_operator.simulation.errors import SimulationError
 from headrace_operator.simulation.oracle import GOAL, lower_bound, plan_for
 from headrace_operator.simulation.result import Objectives
 from headrace_operator.simulation.workload import Diurnal, Trace, diurnal
-
-PROFILE = EngineProfile(
-    name="round",
-    prefill_tokens_per_second=1000.0,
-    decode_step={1: 0.1, 4: 0.1},
-    max_num_seqs=4,
-    max_num_batched_tokens=1004,
-    kv_tokens=10_000,
-    cold_start_seconds=50.0,
-)
+from headrace_testing.simulations import ROUND
 
 
 def at_once(*groups: tuple[float, int], until: float, prompt: int = 1, output: int = 50) -> Trace:
@@ -37,7 +28,7 @@ def at_once(*groups: tuple[float, int], until: float, prompt: int = 1, output: i
 
 
 def test_engines_are_started_one_cold_start_before_they_are_needed() -> None:
-    plan = plan_for(at_once((300, 8), until=600), PROFILE, 1.0, least=1)
+    plan = plan_for(at_once((300, 8), until=600), ROUND, 1.0, least=1)
 
     (_, one), (rises, two), (falls, least) = plan.counts
     assert (one, two, least) == (1, 2, 1)
@@ -46,8 +37,8 @@ def test_engines_are_started_one_cold_start_before_they_are_needed() -> None:
 
 
 def test_an_engine_is_kept_through_a_gap_shorter_than_its_start() -> None:
-    short = plan_for(at_once((300, 8), (345, 8), until=900), PROFILE, 1.0, least=1)
-    long = plan_for(at_once((300, 8), (500, 8), until=900), PROFILE, 1.0, least=1)
+    short = plan_for(at_once((300, 8), (345, 8), until=900), ROUND, 1.0, least=1)
+    long = plan_for(at_once((300, 8), (500, 8), until=900), ROUND, 1.0, least=1)
 
     assert [count for _, count in short.counts] == [1, 2, 1]
     assert [count for _, count in long.counts] == [1, 2, 1, 2, 1]
@@ -55,7 +46,7 @@ def test_an_engine_is_kept_through_a_gap_shorter_than_its_start() -> None:
 
 def test_less_full_engines_and_full_kv_need_more_engines() -> None:
     def most(fullness: float, **lengths: int) -> int:
-        plan = plan_for(at_once((300, 8), until=600, **lengths), PROFILE, fullness, least=1)
+        plan = plan_for(at_once((300, 8), until=600, **lengths), ROUND, fullness, least=1)
         return max(count for _, count in plan.counts)
 
     assert [most(1.0), most(0.5)] == [2, 4]
@@ -65,12 +56,12 @@ def test_less_full_engines_and_full_kv_need_more_engines() -> None:
 def test_the_bound_is_the_least_work_of_all_but_the_largest_requests() -> None:
     trace = at_once((0, 99), until=3600, prompt=500, output=11)
     work = 500 / 1000 + 10 * 0.1 / 4
-    few = lower_bound(trace, PROFILE, Objectives(), least=0)
-    two = lower_bound(trace, replace(PROFILE, gpus=2), Objectives(), least=0)
+    few = lower_bound(trace, ROUND, Objectives(), least=0)
+    two = lower_bound(trace, replace(ROUND, gpus=2), Objectives(), least=0)
 
     assert few * 3600 == pytest.approx(98 * work)
     assert two == pytest.approx(2 * few)
-    assert lower_bound(trace, PROFILE, Objectives(), least=3) == pytest.approx(3.0)
+    assert lower_bound(trace, ROUND, Objectives(), least=3) == pytest.approx(3.0)
 
 
 @pytest.mark.parametrize("seed", [11, 12, 13])
@@ -98,7 +89,7 @@ def test_objectives_that_no_fleet_meets_are_refused() -> None:
     trace = at_once((0, 8), until=600)
     comparison = Comparison(
         trace=trace,
-        profile=PROFILE,
+        profile=ROUND,
         policy=ScalingPolicy(),
         objectives=Objectives(time_per_output_token=0.01),
         limits=QueueLimits(),

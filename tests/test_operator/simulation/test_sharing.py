@@ -5,34 +5,20 @@ import json
 from dataclasses import replace
 from pathlib import Path
 
-import numpy as np
 import pytest
 
 from headrace_common.protocol.base import QueueLimits
 from headrace_common.protocol.turns import TurnBounds
 from headrace_operator.scaling import ScalingPolicy
 from headrace_operator.simulation import __main__ as command
-from headrace_operator.simulation.engine_profile import EngineProfile, load_profile
+from headrace_operator.simulation.engine_profile import load_profile
 from headrace_operator.simulation.result import Objectives
 from headrace_operator.simulation.sharing import SharedResult, SharedSetup, simulate_shared
 from headrace_operator.simulation.sharing_comparison import SharingComparison
 from headrace_operator.simulation.workload import Diurnal, Trace, diurnal
+from headrace_testing.simulations import ROUND, trace
 
-PROFILE = EngineProfile(
-    name="round",
-    prefill_tokens_per_second=1000.0,
-    decode_step={1: 0.1, 4: 0.1},
-    max_num_seqs=4,
-    max_num_batched_tokens=1004,
-    kv_tokens=10_000,
-    cold_start_seconds=50.0,
-    switch_seconds=2.0,
-)
-
-
-def trace(*requests: tuple[float, int, int]) -> Trace:
-    arrivals, prompts, outputs = zip(*requests, strict=True)
-    return Trace(np.array(arrivals, float), np.array(prompts), np.array(outputs))
+PROFILE = replace(ROUND, switch_seconds=2.0)
 
 
 def share(*traces: Trace, **changes: object) -> SharedResult:

@@ -18,7 +18,7 @@ from headrace_operator.scaling import (
 from headrace_operator.simulation import __main__ as command
 from headrace_operator.simulation.comparison import Comparison, with_room_to_scale
 from headrace_operator.simulation.engine import EngineCosts, SimulatedEngine
-from headrace_operator.simulation.engine_profile import EngineProfile, load_profile
+from headrace_operator.simulation.engine_profile import load_profile
 from headrace_operator.simulation.errors import SimulationError
 from headrace_operator.simulation.fleet import Fleet
 from headrace_operator.simulation.result import Objectives, SimulationResult
@@ -30,27 +30,13 @@ from headrace_operator.simulation.scalers import (
     KedaScaler,
 )
 from headrace_operator.simulation.workload import Diurnal, Trace, diurnal, read_csv
-
-PROFILE = EngineProfile(
-    name="round",
-    prefill_tokens_per_second=1000.0,
-    decode_step={1: 0.1, 4: 0.1},
-    max_num_seqs=4,
-    max_num_batched_tokens=1004,
-    kv_tokens=10_000,
-    cold_start_seconds=50.0,
-)
-
-
-def trace(*requests: tuple[float, int, int]) -> Trace:
-    arrivals, prompts, outputs = zip(*requests, strict=True)
-    return Trace(np.array(arrivals, float), np.array(prompts), np.array(outputs))
+from headrace_testing.simulations import ROUND, trace
 
 
 def run(given: Trace, replicas: int = 1, **changes: object) -> SimulationResult:
     setup = Setup(
         trace=given,
-        profile=PROFILE,
+        profile=ROUND,
         objectives=Objectives(time_to_first_token=1.0, time_per_output_token=0.11),
         limits=QueueLimits(),
         replicas=replicas,
@@ -66,7 +52,7 @@ def drive(engine: SimulatedEngine, until: float = 1e9) -> list[tuple[float, list
 
 
 def test_a_lone_request_takes_one_step_for_its_prompt_and_one_a_token() -> None:
-    engine = SimulatedEngine(1, EngineCosts(PROFILE), 0.0, 0.0)
+    engine = SimulatedEngine(1, EngineCosts(ROUND), 0.0, 0.0)
     engine.start(7, 500, 11, 0.0)
 
     (first_at, begun, _), (end_at, _, ended) = drive(engine)
@@ -79,7 +65,7 @@ def test_a_lone_request_takes_one_step_for_its_prompt_and_one_a_token() -> None:
 
 
 def test_a_prompt_slows_those_that_decode() -> None:
-    engine = SimulatedEngine(1, EngineCosts(PROFILE), 0.0, 0.0)
+    engine = SimulatedEngine(1, EngineCosts(ROUND), 0.0, 0.0)
     engine.start(1, 500, 11, 0.0)
     engine.collect(engine.next_event())
     engine.start(2, 400, 1, 0.6)
@@ -93,7 +79,7 @@ def test_a_prompt_slows_those_that_decode() -> None:
 
 
 def test_an_engine_takes_as_many_as_it_has_sequences_and_kv() -> None:
-    engine = SimulatedEngine(1, EngineCosts(PROFILE), 0.0, 0.0)
+    engine = SimulatedEngine(1, EngineCosts(ROUND), 0.0, 0.0)
     engine.start(1, 6000, 1000, 0.0)
 
     assert engine.has_room(2000, 1000)
@@ -128,7 +114,7 @@ def test_a_pod_costs_from_its_creation_and_serves_after_its_cold_start() -> None
     given = trace((1.0, 1, 1), (1000.0, 1, 1))
     setup = Setup(
         trace=given,
-        profile=PROFILE,
+        profile=ROUND,
         objectives=Objectives(time_to_first_token=54.9),
         limits=QueueLimits(),
         replicas=0,
@@ -145,7 +131,7 @@ def test_a_pod_costs_from_its_creation_and_serves_after_its_cold_start() -> None
 
 
 def roomy_fleet(engines: int) -> Fleet:
-    fleet = Fleet(replace(PROFILE, max_num_seqs=64, decode_step={1: 0.1, 64: 0.1}))
+    fleet = Fleet(replace(ROUND, max_num_seqs=64, decode_step={1: 0.1, 64: 0.1}))
     fleet.start_serving(engines, 0.0)
     return fleet
 
@@ -184,7 +170,7 @@ def test_a_new_engine_gets_about_its_share_of_new_requests() -> None:
 
 
 def test_requests_that_placement_has_no_engine_for_go_to_any_with_room() -> None:
-    fleet = Fleet(PROFILE)
+    fleet = Fleet(ROUND)
     fleet.start_serving(1, 0.0)
     for number in range(4):
         engine = fleet.place(1, 1, 10)
@@ -361,7 +347,7 @@ def test_a_csv_that_cannot_be_read_is_refused_by_line(
     [{"gpus": 0}, {"decode_step": {}}, {"decode_step": {"0": 1.0}}, {"speed": 3}, {"gpus": None}],
 )
 def test_an_invalid_profile_is_refused(tmp_path: Path, change: dict[str, object]) -> None:
-    values = {name: getattr(PROFILE, name) for name in PROFILE.__dataclass_fields__}
+    values = {name: getattr(ROUND, name) for name in ROUND.__dataclass_fields__}
     path = tmp_path / "profile.json"
     path.write_text(json.dumps(values | change))
 
@@ -370,7 +356,7 @@ def test_an_invalid_profile_is_refused(tmp_path: Path, change: dict[str, object]
 
 
 def test_a_profile_is_extrapolated_in_a_straight_line() -> None:
-    steps = replace(PROFILE, decode_step={1: 0.1, 2: 0.2}).step_seconds()
+    steps = replace(ROUND, decode_step={1: 0.1, 2: 0.2}).step_seconds()
 
     assert steps == pytest.approx([0.1, 0.1, 0.2, 0.3, 0.4])
 
