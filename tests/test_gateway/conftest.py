@@ -13,7 +13,7 @@ import pytest_asyncio
 from headrace_gateway.models.loading import load_static
 from headrace_gateway.models.models import Models
 from headrace_gateway.settings import GatewaySettings
-from headrace_testing.backends import MODEL, Backend, InMemory, OverRedis
+from headrace_testing.backends import MODEL, Backend, InMemory, OverRedis, empty_redis
 from headrace_testing.gateway import Gateway, gateway_checkpoint, serve
 from headrace_testing.valkey import ValkeyServer
 
@@ -55,10 +55,14 @@ async def backend(request: pytest.FixtureRequest, valkey: ValkeyServer) -> Async
     if request.param == "memory":
         yield InMemory()
         return
-    over_redis = OverRedis(valkey.url, block=0.2)
-    await over_redis.wipe()
-    yield over_redis
-    await over_redis.close()
+    async with empty_redis(valkey.url) as over_redis:
+        yield over_redis
+
+
+@pytest.fixture
+async def over_redis(valkey: ValkeyServer) -> AsyncIterator[OverRedis]:
+    async with empty_redis(valkey.url) as over_redis:
+        yield over_redis
 
 
 @pytest.fixture

@@ -2,6 +2,8 @@
 
 import math
 import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from dataclasses import replace
 from typing import Protocol
 
@@ -251,3 +253,12 @@ def make_status(engine_id: str = "e") -> EngineStatus:
         draining=False,
         version="1",
     )
+
+
+@asynccontextmanager
+async def empty_redis(url: str) -> AsyncIterator[OverRedis]:
+    """A backend for one test, over a Redis whose data are deleted before."""
+    over_redis = OverRedis(url, block=0.2)
+    await over_redis.wipe()
+    yield over_redis
+    await over_redis.close()

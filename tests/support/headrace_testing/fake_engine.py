@@ -12,7 +12,8 @@ import random
 import struct
 import zlib
 from collections import defaultdict
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 
 from headrace_common.errors import BackendUnavailable, FailureCode
@@ -213,6 +214,14 @@ class FakeEngine:
     def drain(self) -> None:
         self._draining.set()
         self._changed.set()
+
+    @asynccontextmanager
+    async def running(self) -> AsyncIterator["FakeEngine"]:
+        """Runs it until the block ends."""
+        task = asyncio.create_task(self.run())
+        yield self
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
 
     async def run(self) -> None:
         """Raises EngineDied where a request is poisonous."""

@@ -25,25 +25,20 @@ from headrace_testing.api_keys import KeyBook
 from headrace_testing.backends import MODEL, OverRedis
 from headrace_testing.batches import BatchClient, batch_gateway, jsonl, line
 from headrace_testing.fake_engine import FakeEngine
-from headrace_testing.valkey import ValkeyServer
 from headrace_testing.waiting import eventually
 
 
 @pytest.fixture
-async def backend(valkey: ValkeyServer) -> AsyncIterator[OverRedis]:
-    backend = OverRedis(valkey.url, block=0.2)
-    await backend.wipe()
-    yield backend
-    await backend.close()
+def backend(over_redis: OverRedis) -> OverRedis:
+    return over_redis
 
 
 @pytest.fixture
 async def engine(backend: OverRedis) -> AsyncIterator[FakeEngine]:
-    engine = FakeEngine(backend.engine(), MODEL, token_delay=0.001, beat_interval=0.2)
-    task = asyncio.create_task(engine.run())
-    yield engine
-    task.cancel()
-    await asyncio.gather(task, return_exceptions=True)
+    async with FakeEngine(
+        backend.engine(), MODEL, token_delay=0.001, beat_interval=0.2
+    ).running() as engine:
+        yield engine
 
 
 @pytest.fixture

@@ -22,18 +22,14 @@ from headrace_testing.backends import MODEL, OverRedis
 from headrace_testing.batches import BatchClient, batch_gateway, line
 from headrace_testing.fake_engine import FakeEngine
 from headrace_testing.processes import HeadraceProcess
-from headrace_testing.valkey import ValkeyServer
 from headrace_testing.waiting import eventually
 
 POISON = 2
 
 
 @pytest.fixture
-async def over(valkey: ValkeyServer) -> AsyncIterator[OverRedis]:
-    over = OverRedis(valkey.url, block=0.2)
-    await over.wipe()
-    yield over
-    await over.close()
+def over(over_redis: OverRedis) -> OverRedis:
+    return over_redis
 
 
 @asynccontextmanager

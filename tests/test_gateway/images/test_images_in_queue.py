@@ -21,7 +21,6 @@ from headrace_testing.fake_engine import FakeEngine
 from headrace_testing.gateway import running
 from headrace_testing.images import data_url, image_part, picture, write_vision_checkpoint
 from headrace_testing.kept_gateway import serve_kept
-from headrace_testing.valkey import ValkeyServer
 from headrace_testing.waiting import eventually
 
 LIMITS = QueueLimits(max_tenant_images=2)
@@ -30,14 +29,6 @@ LIMITS = QueueLimits(max_tenant_images=2)
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_vision_checkpoint(tmp_path_factory.mktemp("vision"))
-
-
-@pytest.fixture
-async def over_redis(valkey: ValkeyServer) -> AsyncIterator[OverRedis]:
-    backend = OverRedis(valkey.url, block=0.2)
-    await backend.wipe()
-    yield backend
-    await backend.close()
 
 
 @pytest.fixture
@@ -55,11 +46,8 @@ async def http(over_redis: OverRedis, folder: Path) -> AsyncIterator[httpx.Async
 
 @pytest.fixture
 async def engine(over_redis: OverRedis) -> AsyncIterator[FakeEngine]:
-    engine = FakeEngine(over_redis.engine(), MODEL, token_delay=0.001)
-    task = asyncio.create_task(engine.run())
-    yield engine
-    task.cancel()
-    await asyncio.gather(task, return_exceptions=True)
+    async with FakeEngine(over_redis.engine(), MODEL, token_delay=0.001).running() as engine:
+        yield engine
 
 
 async def ask(http: httpx.AsyncClient, *pictures: bytes) -> httpx.Response:

@@ -21,7 +21,6 @@ from headrace_testing.backends import MODEL, OverRedis
 from headrace_testing.batches import batch_gateway, jsonl, line
 from headrace_testing.fake_engine import FakeEngine
 from headrace_testing.images import bomb, picture, write_vision_checkpoint
-from headrace_testing.valkey import ValkeyServer
 
 CHAT, RESPONSES, MESSAGES = "/v1/chat/completions", "/v1/responses", "/v1/messages"
 # The name of the field with the file's id.
@@ -39,20 +38,16 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Models:
 
 
 @pytest.fixture
-async def backend(valkey: ValkeyServer) -> AsyncIterator[OverRedis]:
-    backend = OverRedis(valkey.url, block=0.2)
-    await backend.wipe()
-    yield backend
-    await backend.close()
+def backend(over_redis: OverRedis) -> OverRedis:
+    return over_redis
 
 
 @pytest.fixture
 async def engine(backend: OverRedis) -> AsyncIterator[FakeEngine]:
-    engine = FakeEngine(backend.engine(), MODEL, token_delay=0.001, beat_interval=0.2)
-    task = asyncio.create_task(engine.run())
-    yield engine
-    task.cancel()
-    await asyncio.gather(task, return_exceptions=True)
+    async with FakeEngine(
+        backend.engine(), MODEL, token_delay=0.001, beat_interval=0.2
+    ).running() as engine:
+        yield engine
 
 
 @pytest.fixture

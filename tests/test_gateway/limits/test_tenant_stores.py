@@ -50,11 +50,10 @@ async def engine(backend: Backend) -> AsyncIterator[FakeEngine]:
 
 
 async def running_engine(backend: Backend) -> AsyncIterator[FakeEngine]:
-    engine = FakeEngine(backend.engine(), MODEL, token_delay=0.0, beat_interval=0.2)
-    task = asyncio.create_task(engine.run())
-    yield engine
-    task.cancel()
-    await asyncio.gather(task, return_exceptions=True)
+    async with FakeEngine(
+        backend.engine(), MODEL, token_delay=0.0, beat_interval=0.2
+    ).running() as engine:
+        yield engine
 
 
 async def ask(http: httpx.AsyncClient, key: str | None = None, **fields: Any) -> httpx.Response:
@@ -185,11 +184,8 @@ async def test_a_deleted_response_no_longer_counts(
 
 
 @pytest.fixture
-async def redis_backend(valkey: ValkeyServer) -> AsyncIterator[OverRedis]:
-    redis_backend = OverRedis(valkey.url, block=0.2)
-    await redis_backend.wipe()
-    yield redis_backend
-    await redis_backend.close()
+def redis_backend(over_redis: OverRedis) -> OverRedis:
+    return over_redis
 
 
 async def test_files_batches_and_requests_share_one_store(

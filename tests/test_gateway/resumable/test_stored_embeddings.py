@@ -73,11 +73,10 @@ async def gateways(group: GatewayGroup) -> AsyncIterator[list[httpx.AsyncClient]
 
 @pytest.fixture
 async def runs(backend: Backend) -> AsyncIterator[Runs]:
-    engine = FakeEngine(backend.engine(), MODEL, slots=8, token_delay=0.001, beat_interval=0.2)
-    task = asyncio.create_task(engine.run())
-    yield Runs(engine)
-    task.cancel()
-    await asyncio.gather(task, return_exceptions=True)
+    async with FakeEngine(
+        backend.engine(), MODEL, slots=8, token_delay=0.001, beat_interval=0.2
+    ).running() as engine:
+        yield Runs(engine)
 
 
 def inputs(count: int) -> list[list[int]]:
