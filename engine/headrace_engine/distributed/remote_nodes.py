@@ -144,9 +144,11 @@ class RemoteNodes:
     def close(self) -> None:
         """Closes all connections."""
         self._listener.close()
-        for member in list(self._members.values()):
-            with suppress(OSError):
-                member.close()
+        with self._lock:  # who takes a member out closes it: a file descriptor is closed once
+            members = list(self._members.values())
+            self._members.clear()
+        for member in members:
+            member.close()
 
     def _missing(self) -> list[int]:
         links = len(LINKS) * self._config.ranks_per_node
@@ -243,11 +245,11 @@ class RemoteNodes:
             pass
         with self._lock:
             early = not self._complete
-            if early:
-                del self._members[node]
-        if early:
+            left = early and self._members.pop(node, None) is not None
+        if left:
             logger.warning("a node left before all had joined", extra={"node": node, "how": how})
             member.close()
+        if early:
             return
         self.fail(f"node {node} {how}")
         self._on_lost(node, how)
