@@ -481,7 +481,8 @@ async def test_a_good_canary_is_promoted_and_the_spec_stays(user: User, scene: S
         await user.change_spec("qwen", takes_over)
         await until(lambda: status(user).get("canary") is None)
         assert image(user) == "engine:2"
-        assert user.server.find("deployments", "qwen-engine")["metadata"]["generation"] == 2
+        engines: Any = user.server.find("deployments", "qwen-engine")
+        assert engines["metadata"]["generation"] == 2, "one rollout, that of the promotion"
         own = [data for _, plural, data in user.server.written if plural == names.PLURAL]
         assert [data["spec"] for data in own if "spec" in data] == [takes_over], (
             "the operator never writes the spec"

@@ -80,7 +80,7 @@ async def test_a_canary_is_promoted_after_its_time(operator: Operator) -> None:
 
 
 async def test_its_time_begins_again_after_a_failure(operator: Operator) -> None:
-    keeps = {"analysis": {"rollback": False}}
+    keeps: dict[str, Any] = {"analysis": {"rollback": False}}
     operator.fleet.failed_by_canary = 50
     assert (await operator.judge(1200.0, **keeps)).reason == "CanaryFailsRequests"
     operator.fleet.ended = 10_000
