@@ -9,6 +9,8 @@ import io
 import json
 import random
 import re
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -23,7 +25,7 @@ from drawings import Group, Picture, draw_number, draw_shapes
 from headrace_testing.browser import WatchedPage, chromium
 from headrace_testing.console import Console
 from headrace_testing.headrace_up import UpProcess
-from headrace_testing.readme import ROOT
+from headrace_testing.readme import ROOT, block
 from vision import new_model, save, train_tokenizer
 
 MODEL = "demo-vision"
@@ -145,6 +147,42 @@ def test_a_picture_is_read_in_the_console(
     for picture in (scene, number):
         attach(console, file(picture))
         assert console.ask("What do you see?") == f"I see {picture}."
+
+
+@pytest.mark.trained
+def test_the_commands_of_the_readme(trained: UpProcess, tmp_path: Path) -> None:
+    drawn, said = run_readme(trained, tmp_path)
+    assert said == f"I see {drawn}."
+
+
+def test_the_commands_of_the_readme_run(up: UpProcess, tmp_path: Path) -> None:
+    """Whatever the untrained model says."""
+    drawn, said = run_readme(up, tmp_path)
+    assert "circle" in drawn or "square" in drawn or "triangle" in drawn
+    assert said
+
+
+def run_readme(up: UpProcess, folder: Path) -> tuple[str, str]:
+    """What the README's commands have drawn, and what the model says about it."""
+    train, serve, draw = block("sh", "demo/drawings.py").splitlines()
+    assert train == f"make {MODEL}"
+    assert serve == f".venv/bin/headrace up --model build/{MODEL}"
+    _, program, *words = draw.partition("#")[0].split()
+    drawn = run(folder, str(ROOT / program), *words)
+    client = block("python", "import OpenAI").partition("stream = ")[0]
+    asks = f"{client}{block('python', 'shapes.png')}"
+    asks = asks.replace(":8000", f":{up.port}").replace(
+        "temperature=0", "temperature=0, max_tokens=24"
+    )
+    return drawn, run(folder, "-c", asks)
+
+
+def run(folder: Path, *words: str) -> str:
+    """What Python prints."""
+    command = [sys.executable, *words]
+    done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    return done.stdout.strip()
 
 
 # The console
