@@ -178,10 +178,12 @@ generated: install-dev ## write what is made from code: the CRD, Redis users, da
 console-pictures: install-dev ## write docs/console: pictures of the console, and of a stream that goes on after a kill (needs system-packages)
 	CONSOLE_PICTURES=docs/console $(BIN)/python -m pytest tests/test_e2e/test_console_pictures.py -n 0 $(ARGS)
 
-demo-vision: install-dev ## train a small model that reads pictures in build/demo-vision, score it, test it (some minutes on a CPU)
-	$(BIN)/python demo/train_vision.py --out build/demo-vision $(ARGS)
-	$(BIN)/python demo/review_vision.py build/demo-vision
-	$(BIN)/python -m pytest tests/test_engine/offline/test_demo_vision.py tests/test_e2e/test_demo_vision.py -m trained -n 0
+VISION := common/headrace_common/demo_vision
+
+demo-vision: install-dev ## train the model that reads pictures, score it, test it (half an hour on two cores)
+	$(BIN)/python demo/train_vision.py --out $(VISION) $(ARGS)
+	$(BIN)/python demo/review_vision.py $(VISION)
+	$(BIN)/python -m pytest tests/test_engine/offline/test_demo_vision.py tests/test_e2e/test_demo_vision.py -n 0
 
 pictures: install-dev ## draw docs/dashboards from a loaded server (needs system-packages, three minutes)
 	PYTHONPATH=tests/support $(BIN)/python charts/generate/pictures.py
