@@ -4,7 +4,6 @@ import os
 import shlex
 import subprocess
 import sys
-from typing import Any
 
 import pytest
 
@@ -33,14 +32,9 @@ def test_every_option_says_what_it_does() -> None:
         f"{name} {parameter.name}"
         for name, command in COMMANDS.items()
         for parameter in command.params
-        if not parameter.help and not _is_a_limit_of_keys(name, parameter)
+        if not parameter.help
     ]
     assert unexplained == []
-
-
-def _is_a_limit_of_keys(name: str, parameter: Any) -> bool:
-    """Whether the name says that it is a limit of keys."""
-    return name == "headrace keys create" and parameter.name == "requests_per_minute"
 
 
 def test_the_shell_completes_commands_and_options() -> None:

@@ -111,6 +111,13 @@ def test_a_profile_is_a_trace_of_the_next_steps(
     assert sum(event.get("name") == "step" for event in events) >= 3
 
 
+def test_a_profile_needs_a_folder_for_its_file(tmp_path: Path) -> None:
+    result = debug("profile", str(tmp_path / "absent" / "trace.json"), "--url", "http://unasked")
+
+    assert result.returncode == 2
+    assert "the folder of" in result.stderr
+
+
 def test_an_idle_engine_refuses_a_profile_with_the_reason(engine: str, tmp_path: Path) -> None:
     result = debug("profile", str(tmp_path / "trace.json"), "--url", engine, "--timeout", "1")
 
