@@ -163,6 +163,7 @@ structure: install-dev
 # The theme would advertise its successor.
 docs: install-dev ## build the documentation site in build/site; HEADRACE_SOURCE_URL names where links to source lead
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet --strict
+	@echo "open build/site/index.html; the search needs a server: python3 -m http.server --directory build/site"
 
 PAGES = architecture cli licenses models offline reference settings vllm
 

@@ -32,6 +32,7 @@ from .running import DATA_DIR, api_url
 from .tables import without_controls
 
 app = typer.Typer(
+    rich_markup_mode="markdown",
     name="headrace",
     help="Serves large language models: OpenAI API, durable queue, continuous batching.",
     no_args_is_help=True,

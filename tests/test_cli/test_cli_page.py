@@ -6,7 +6,9 @@ import subprocess
 import sys
 
 import pytest
+from typer.testing import CliRunner
 
+from headrace_cli.main import app
 from headrace_testing.pages.cli import PAGE, commands, example, page
 
 COMMANDS = dict(commands())
@@ -35,6 +37,12 @@ def test_every_option_says_what_it_does() -> None:
         if not parameter.help
     ]
     assert unexplained == []
+
+
+def test_all_paragraphs_of_the_help_fill_the_lines(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    shown = CliRunner().invoke(app, ["up", "--help"]).output
+    assert " vLLM, and passes each to the processes that have it. " in shown
 
 
 def test_the_shell_completes_commands_and_options() -> None:

@@ -9,6 +9,7 @@ from .queues import AsJson, Model, Url, queue_session
 from .running_options import DataFolder
 
 app = typer.Typer(
+    rich_markup_mode="markdown",
     name="adapters",
     help="List, load and unload LoRA adapters while engines serve.",
     no_args_is_help=True,

@@ -15,7 +15,7 @@ from ..running import DATA_DIR, api_url
 from ..tables import Output
 from .running_options import ApiKey, ApiUrl, DataFolder, ModelName
 
-app = typer.Typer()
+app = typer.Typer(rich_markup_mode="markdown")
 Value = TypeVar("Value")
 _LENGTHS = "N, LOW-HIGH, or MEAN,DEVIATION"
 _CONCURRENCY = 16

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from ..engine_inside import EngineInside
 
 app = typer.Typer(
+    rich_markup_mode="markdown",
     name="debug",
     help="Show the steps and requests inside a running engine, or record a profile.",
     no_args_is_help=True,

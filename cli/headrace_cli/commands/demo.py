@@ -8,7 +8,7 @@ from rich.console import Console
 from ..extras import need
 from ..tables import Output
 
-app = typer.Typer()
+app = typer.Typer(rich_markup_mode="markdown")
 
 
 @app.command(epilog="Example: headrace demo --fast")

@@ -9,6 +9,7 @@ import typer
 from ..tables import Output
 
 app = typer.Typer(
+    rich_markup_mode="markdown",
     name="keys",
     help="Create, list and revoke API keys, in a file or as a Kubernetes Secret.",
     no_args_is_help=True,

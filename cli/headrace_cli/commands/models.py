@@ -8,6 +8,7 @@ from ..extras import need
 from ..tables import Output
 
 app = typer.Typer(
+    rich_markup_mode="markdown",
     name="models",
     help="Check how a model would be served, or download it.",
     no_args_is_help=True,

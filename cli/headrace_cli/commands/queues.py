@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from ..queues.queues import QueueSession
 
 app = typer.Typer(
+    rich_markup_mode="markdown",
     name="queue",
     help="Show, replay and delete requests in the queues of a running system.",
     no_args_is_help=True,

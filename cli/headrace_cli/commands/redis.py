@@ -9,6 +9,7 @@ from .queues import Url, queue_session
 from .running_options import DataFolder
 
 app = typer.Typer(
+    rich_markup_mode="markdown",
     name="redis",
     help="Print Redis users, and grant or revoke the registration of a model.",
     no_args_is_help=True,

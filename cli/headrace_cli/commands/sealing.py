@@ -11,6 +11,7 @@ if TYPE_CHECKING:
     from ..key_files.sealing import KeyringCommands
 
 app = typer.Typer(
+    rich_markup_mode="markdown",
     name="sealing",
     help="Manage the keys that encrypt prompts and answers in Redis.",
     no_args_is_help=True,

@@ -11,7 +11,7 @@ from ..running import DATA_DIR, api_url
 from ..tables import Output
 from .running_options import ApiKey, ApiUrl, DataFolder
 
-app = typer.Typer()
+app = typer.Typer(rich_markup_mode="markdown")
 
 
 @app.command(epilog="Example: headrace top --url http://headrace.example.com --api-key sk-...")

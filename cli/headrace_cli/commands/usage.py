@@ -11,6 +11,7 @@ from .queues import Models, Url, queue_session
 from .running_options import DataFolder
 
 app = typer.Typer(
+    rich_markup_mode="markdown",
     name="usage",
     help="Report or export what requests used, by key, tenant and model.",
     no_args_is_help=True,

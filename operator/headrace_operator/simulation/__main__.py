@@ -23,7 +23,7 @@ from .result import Objectives
 from .sharing_comparison import SharingComparison
 from .workload import DAY, Diurnal, Trace, diurnal, read_csv
 
-app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
+app = typer.Typer(rich_markup_mode="markdown", add_completion=False, pretty_exceptions_enable=False)
 _LIMITS = QueueLimits()
 _POLICY = ScalingPolicy()
 _LOAD = Diurnal()
@@ -49,7 +49,7 @@ def simulate(
     trace: Annotated[
         list[Path] | None,
         typer.Option(
-            help="CSV with arrival_seconds,prompt_tokens,output_tokens; default: a made-up day. "
+            help="CSV with arrival_seconds, prompt_tokens, output_tokens; default: a made-up day. "
             "Repeat it for several models, which share one accelerator."
         ),
     ] = None,
