@@ -11,7 +11,7 @@ import httpx
 import pytest
 from typer.testing import CliRunner, Result
 
-from headrace_cli.errors import CliError
+from headrace_cli.errors import CliError, UsageError
 from headrace_cli.main import app
 from headrace_testing.headrace_up import UpProcess
 from headrace_testing.processes import until
@@ -114,8 +114,8 @@ def test_a_profile_is_a_trace_of_the_next_steps(
 def test_a_profile_needs_a_folder_for_its_file(tmp_path: Path) -> None:
     result = debug("profile", str(tmp_path / "absent" / "trace.json"), "--url", "http://unasked")
 
-    assert result.returncode == 2
-    assert "the folder of" in result.stderr
+    assert isinstance(result.exception, UsageError)
+    assert "the folder of" in str(result.exception)
 
 
 def test_an_idle_engine_refuses_a_profile_with_the_reason(engine: str, tmp_path: Path) -> None:

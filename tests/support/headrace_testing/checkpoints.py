@@ -862,7 +862,11 @@ HYBRID_SHAPES: dict[str, Shape] = {
         },
     ),
     "mamba": Shape("MambaConfig", {**_MAMBA, "use_bias": True}),
-    "falcon-mamba": Shape("FalconMambaConfig", {**_MAMBA, "tie_word_embeddings": False}),
+    # The published config.json has an inner size that `expand` contradicts.
+    "falcon-mamba": Shape(
+        "FalconMambaConfig",
+        {**_MAMBA, "expand": 16, "intermediate_size": 96, "tie_word_embeddings": False},
+    ),
     "mamba2": Shape(
         "Mamba2Config",
         {
