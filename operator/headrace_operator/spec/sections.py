@@ -96,8 +96,8 @@ class UriModel(SpecSection):
 
 class LocalModel(SpecSection):
     path: LocalPath
-    """Folder of the checkpoint inside the engine's image, or a bundled model: headrace-demo or
-    headrace-demo-embeddings."""
+    """Folder of the checkpoint inside the engine's image, or a bundled model: headrace-demo,
+    headrace-demo-embeddings or headrace-demo-vision."""
 
 
 class ModelSpec(SpecSection):
