@@ -1,5 +1,5 @@
 """Score what the vision demo model says about pictures that it was not trained on:
-`python demo/review_vision.py build/demo-vision`."""
+`python demo/review_vision.py common/headrace_common/demo_vision`."""
 
 import argparse
 import random

@@ -1,4 +1,5 @@
-"""Train the vision demo model on a CPU: `python demo/train_vision.py --out build/demo-vision`.
+"""Train the vision demo model on a CPU:
+`python demo/train_vision.py --out common/headrace_common/demo_vision`.
 
 The learning rate falls to zero at the end of `--minutes`.
 """
@@ -34,7 +35,7 @@ from vision import (
 )
 
 SEED = 22
-MINUTES = 20.0
+MINUTES = 30.0
 ROWS = 64
 LEARNING_RATE = 4e-3
 WEIGHT_DECAY = 0.05

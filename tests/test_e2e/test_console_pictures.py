@@ -18,10 +18,10 @@ from PIL import Image
 from playwright.sync_api import Browser, Page, ViewportSize, expect
 
 from drawings import Group, draw_number, draw_shapes
+from headrace_common.text.checkpoint import DEMO_VISION
 from headrace_testing.browser import TIMEOUT_MS, WatchedPage, chromium
 from headrace_testing.console import STORY, UP_FLAGS, Console, undisturbed, until_calm
 from headrace_testing.headrace_up import UpProcess
-from headrace_testing.readme import ROOT
 
 FOLDER = os.environ.get("CONSOLE_PICTURES")
 SIZE: ViewportSize = {"width": 1280, "height": 800}
@@ -35,7 +35,6 @@ FRAMES_A_SECOND = 5
 LAST_FRAME_MS = 4000
 MAX_BYTES = 2_000_000
 SEED = 5
-VISION = ROOT / "build" / "demo-vision"
 SCENE = (Group(2, "red", "circle"), Group(1, "blue", "square"))
 # Requests that run beside the chat, so that its stream takes some seconds.
 LOAD = 32
@@ -101,21 +100,20 @@ def test_views(browser: Browser, up: UpProcess, folder: Path, scheme: str) -> No
     assert watched.faults == []
 
 
-@pytest.mark.skipif(not VISION.is_dir(), reason="no build/demo-vision: make demo-vision")
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 def test_picture(
     browser: Browser, tmp_path: Path, folder: Path, scheme: Literal["light", "dark"]
 ) -> None:
     watched = WatchedPage(browser, viewport=PICTURE, color_scheme=scheme)
     page = watched.page
-    with UpProcess(tmp_path, "--model", str(VISION)) as up:
-        up.until_served(VISION.name)
-        console = Console(page, up.url, VISION.name)
+    with UpProcess(tmp_path, "--model", DEMO_VISION) as up:
+        up.until_served(DEMO_VISION)
+        console = Console(page, up.url, DEMO_VISION)
         console.open()
         console.set(temperature=0)
         for name, asked, picture in (
             ("shapes.png", "What do you see?", draw_shapes(random.Random(SEED), SCENE)),
-            ("number.png", "Which number is this?", draw_number(random.Random(SEED), "407")),
+            ("number.png", "Which number is this?", draw_number(random.Random(SEED), "47")),
         ):
             file = io.BytesIO()
             picture.image.save(file, "PNG")

@@ -1,32 +1,29 @@
-"""Pictures in the console's chat, in a real browser: `headrace up` serves the vision demo model.
-
-Untrained, it says nothing that makes sense. The tests marked `trained` read its answers about
-pictures that it was not trained on, through the API and the console.
-"""
+"""The vision demo model, which `headrace up` serves, reads pictures that it was not trained on:
+through the API and, in a real browser, in the console's chat."""
 
 import base64
 import io
 import json
 import random
 import re
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from axe_playwright_python.sync_playwright import Axe
 from openai import OpenAI
 from playwright.sync_api import Browser, Page, Request, expect
 
 from drawings import Group, Picture, draw_number, draw_shapes
+from headrace_common.text.checkpoint import DEMO_VISION
 from headrace_testing.browser import WatchedPage, chromium
 from headrace_testing.console import Console
 from headrace_testing.headrace_up import UpProcess
-from headrace_testing.readme import ROOT
-from vision import new_model, save, train_tokenizer
+from headrace_testing.readme import ROOT, block
 
-MODEL = "demo-vision"
 SCENE = (Group(3, "red", "circle"), Group(1, "blue", "square"))
 # Puts files where a person pastes or drops them. Arguments: the event, and names, types and data.
 TRANSFER = """(element, [kind, files]) => {
@@ -44,23 +41,8 @@ TRANSFER = """(element, [kind, files]) => {
 
 @pytest.fixture(scope="module")
 def up(tmp_path_factory: pytest.TempPathFactory) -> Iterator[UpProcess]:
-    """Serves an untrained model."""
-    folder = tmp_path_factory.mktemp("untrained") / MODEL
-    torch.manual_seed(0)
-    tokenizer = train_tokenizer(0)
-    save(new_model(tokenizer).bfloat16(), tokenizer, folder)
-    yield from serve(folder, tmp_path_factory)
-
-
-@pytest.fixture(scope="module")
-def trained(tmp_path_factory: pytest.TempPathFactory) -> Iterator[UpProcess]:
-    """Serves the model of `make demo-vision`."""
-    yield from serve(ROOT / "build" / MODEL, tmp_path_factory)
-
-
-def serve(folder: Path, paths: pytest.TempPathFactory) -> Iterator[UpProcess]:
-    with UpProcess(paths.mktemp("up"), "--model", str(folder)) as up:
-        up.until_served(MODEL)
+    with UpProcess(tmp_path_factory.mktemp("up"), "--model", DEMO_VISION) as up:
+        up.until_served(DEMO_VISION)
         yield up
 
 
@@ -81,13 +63,9 @@ def watched(browser: Browser) -> Iterator[WatchedPage]:
 
 @pytest.fixture
 def console(watched: WatchedPage, up: UpProcess) -> Console:
-    return chat(watched, up)
-
-
-def chat(watched: WatchedPage, up: UpProcess) -> Console:
-    console = Console(watched.page, up.url, MODEL)
+    console = Console(watched.page, up.url, DEMO_VISION)
     console.open()
-    console.set(temperature=0, max_tokens=24)
+    console.set(temperature=0)
     return console
 
 
@@ -99,7 +77,7 @@ def scene() -> Picture:
 
 @pytest.fixture(scope="module")
 def number() -> Picture:
-    return draw_number(random.Random("a number of the tests"), "407")
+    return draw_number(random.Random("a number of the tests"), "47")
 
 
 def png(picture: Picture) -> bytes:
@@ -124,27 +102,42 @@ def transfer(page: Page, place: str, kind: str, *files: Any) -> None:
 # The model
 
 
-@pytest.mark.trained
-def test_a_picture_is_described(trained: UpProcess, scene: Picture, number: Picture) -> None:
-    client = OpenAI(base_url=f"{trained.url}/v1", api_key="none")
+def test_a_picture_is_described(up: UpProcess, scene: Picture, number: Picture) -> None:
+    client = OpenAI(base_url=f"{up.url}/v1", api_key="none")
     for picture in (scene, number):
         data = base64.b64encode(png(picture)).decode()
         image: Any = {"type": "image_url", "image_url": {"url": f"data:image/png;base64,{data}"}}
         asked: Any = {"type": "text", "text": "What do you see?"}
         answer = client.chat.completions.create(
-            model=MODEL, messages=[{"role": "user", "content": [image, asked]}], temperature=0
+            model=DEMO_VISION, messages=[{"role": "user", "content": [image, asked]}], temperature=0
         )
         assert answer.choices[0].message.content == f"I see {picture}."
 
 
-@pytest.mark.trained
 def test_a_picture_is_read_in_the_console(
-    watched: WatchedPage, trained: UpProcess, scene: Picture, number: Picture
+    console: Console, scene: Picture, number: Picture
 ) -> None:
-    console = chat(watched, trained)
     for picture in (scene, number):
         attach(console, file(picture))
         assert console.ask("What do you see?") == f"I see {picture}."
+
+
+def test_the_commands_of_the_readme(up: UpProcess, tmp_path: Path) -> None:
+    serve, draw = block("sh", "demo/drawings.py").splitlines()
+    assert serve == f".venv/bin/headrace up --model {DEMO_VISION}"
+    _, program, *words = draw.partition("#")[0].split()
+    drawn = run(tmp_path, str(ROOT / program), *words)
+    client = block("python", "import OpenAI").partition("stream = ")[0]
+    asks = f"{client}{block('python', 'shapes.png')}".replace(":8000", f":{up.port}")
+    assert run(tmp_path, "-c", asks) == f"I see {drawn}."
+
+
+def run(folder: Path, *words: str) -> str:
+    """What Python prints."""
+    command = [sys.executable, *words]
+    done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    return done.stdout.strip()
 
 
 # The console

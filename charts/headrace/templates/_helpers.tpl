@@ -346,7 +346,7 @@ true
 {{- define "headrace.gateway.fetches" -}}
 {{- $settings := .Values.gateway.settings -}}
 {{- range concat (list $settings.model) (values $settings.extra_models) -}}
-{{- if not (or (empty .) (hasPrefix "/" .) (has . (list "headrace-demo" "headrace-demo-embeddings"))) -}}true{{- end -}}
+{{- if not (or (empty .) (hasPrefix "/" .) (has . (list "headrace-demo" "headrace-demo-embeddings" "headrace-demo-vision"))) -}}true{{- end -}}
 {{- end -}}
 {{- end }}
 

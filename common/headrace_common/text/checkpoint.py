@@ -15,9 +15,14 @@ from .errors import HubUnreachable, ModelNotFound, TokenizerError
 from .gguf.files import SUFFIX, find_gguf, is_gguf, read_gguf_files
 from .gguf.hub import fetch, fetch_only, hub_file
 
-DEMO_MODEL, DEMO_EMBEDDINGS = "headrace-demo", "headrace-demo-embeddings"
+DEMO_MODEL = "headrace-demo"
+DEMO_EMBEDDINGS, DEMO_VISION = f"{DEMO_MODEL}-embeddings", f"{DEMO_MODEL}-vision"
 # Folders of the models that are part of the package.
-_BUNDLED = {DEMO_MODEL: "demo_model", DEMO_EMBEDDINGS: "demo_embeddings"}
+_BUNDLED = {
+    DEMO_MODEL: "demo_model",
+    DEMO_EMBEDDINGS: "demo_embeddings",
+    DEMO_VISION: "demo_vision",
+}
 CHAT_TEMPLATE_FILE = "chat_template.jinja"
 # How images become patches; the second is the older form.
 PROCESSOR_FILE, PREPROCESSOR_FILE = "processor_config.json", "preprocessor_config.json"
@@ -103,9 +108,9 @@ def resolve(source: str | Path, revision: str | None = None) -> Path:
     """The folder with the tokenizer's files, or the model's GGUF file; they are downloaded first if
     `source` is a hub id, or names a GGUF file of one (ORG/NAME/FILE.gguf).
 
-    DEMO_MODEL and DEMO_EMBEDDINGS are the bundled models' names. Raises ModelNotFound if there is
-    no such folder or hub repository, HubUnreachable if the hub cannot be reached, TokenizerError if
-    a folder has several models.
+    DEMO_MODEL, DEMO_EMBEDDINGS and DEMO_VISION are the bundled models' names. Raises ModelNotFound
+    if there is no such folder or hub repository, HubUnreachable if the hub cannot be reached,
+    TokenizerError if a folder has several models.
     """
     path = Path(local_source(str(source))).expanduser()
     if path.is_dir():

@@ -15,7 +15,8 @@ from torch.nn import functional as F
 from ..checkpoints.checkpoint import Checkpoint
 from ..checkpoints.config import ModelConfig
 from ..checkpoints.loading import LoadProgress
-from ..checkpoints.tensor_files import TensorFiles, scan
+from ..checkpoints.tensor_files import TensorFiles
+from ..checkpoints.tensor_info import TensorInfo
 from ..core.attention_backend import LayerCache
 from ..core.errors import CheckpointError
 from .base import CausalModel, ForwardBatch
@@ -93,12 +94,12 @@ class HiddenStateReader(WeightReader):
         progress: LoadProgress,
         quantized: QuantizedFormat | None,
         cuts: WeightCuts | None,
+        tensors: Mapping[str, TensorInfo],
         config: ModelConfig,
     ) -> None:
-        names = scan(folder)
-        bare = locate(EMBEDDING).stored not in names
+        bare = locate(EMBEDDING).stored not in tensors
         located = _bare(locate) if bare else locate
-        super().__init__(folder, dtype, device, located, progress, quantized, cuts)
+        super().__init__(folder, dtype, device, located, progress, quantized, cuts, tensors)
         self._config = config
         self._eye = torch.eye(config.hidden_size, dtype=dtype, device=device)
 

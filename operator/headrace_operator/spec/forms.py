@@ -114,8 +114,9 @@ AbsolutePath = Annotated[
 LocalPath = Annotated[
     str,
     Form(
-        r"^(headrace-demo|headrace-demo-embeddings|/\S+)$",
-        "headrace-demo, headrace-demo-embeddings or an absolute path inside the image",
+        r"^(headrace-demo(-embeddings|-vision)?|/\S+)$",
+        "headrace-demo, headrace-demo-embeddings, headrace-demo-vision or an absolute path inside "
+        "the image",
         max_length=1024,
     ),
 ]

@@ -20,6 +20,7 @@ from headrace_testing.backends import MODEL, make_status
 from headrace_testing.valkey import ValkeyServer
 
 DIGEST = "1" * 32
+LIMIT_S = 60.0
 
 
 @pytest.fixture(scope="module")
@@ -33,7 +34,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ValkeyServer]:
 @pytest.fixture(scope="module", autouse=True)
 def engine(server: ValkeyServer) -> Iterator[None]:
     """An engine that loads every adapter, except those in /bad."""
-    ended = threading.Event()
+    begun, ended = threading.Event(), threading.Event()
 
     async def follow() -> None:
         connection = Connection(ConnectionConfig(url=server.url))
@@ -44,11 +45,13 @@ def engine(server: ValkeyServer) -> Iterator[None]:
             loaded = {a.adapter_id: DIGEST for a in known if a.path != "/bad"}
             refused = {a.adapter_id: "rank 64 is too much" for a in known if a.path == "/bad"}
             await sets.report(MODEL, "e", AdapterReport(loaded, refused))
+            begun.set()
             await asyncio.sleep(0.02)
         await connection.close()
 
     thread = threading.Thread(target=lambda: asyncio.run(follow()))
     thread.start()
+    assert begun.wait(LIMIT_S), "the engine told nothing"
     yield
     ended.set()
     thread.join()

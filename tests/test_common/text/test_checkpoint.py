@@ -9,6 +9,7 @@ from headrace_common.text.chat_template import find_chat_template
 from headrace_common.text.checkpoint import (
     DEMO_EMBEDDINGS,
     DEMO_MODEL,
+    DEMO_VISION,
     CheckpointFiles,
     read_files,
     resolve,
@@ -18,7 +19,7 @@ from headrace_common.text.tokenizer import Tokenizer
 from headrace_testing.tokenizers import byte_level_tokenizer, write_checkpoint
 
 
-@pytest.mark.parametrize("name", [DEMO_MODEL, DEMO_EMBEDDINGS])
+@pytest.mark.parametrize("name", [DEMO_MODEL, DEMO_EMBEDDINGS, DEMO_VISION])
 def test_a_bundled_model_is_found_by_name_from_any_folder(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -1,6 +1,7 @@
-"""The vision demo model: the engine says what transformers says, and it is trained on what the
-engine and its chat template will show it. The test marked `trained` counts its right answers."""
+"""The bundled vision model: most of its answers are right, the engine says what transformers says,
+and it is trained on what the engine and its chat template show it."""
 
+import json
 import random
 from pathlib import Path
 from typing import Any
@@ -11,8 +12,8 @@ from tokenizers import Tokenizer
 from transformers import AutoImageProcessor, AutoTokenizer, SmolVLMForConditionalGeneration
 
 from drawings import COUNTS, MOST_DIGITS, MOST_GROUPS, MOST_SHAPES, NAMES, draw_number, draw_shapes
+from headrace_common.text.checkpoint import DEMO_VISION, demo_folder
 from headrace_engine import LLM
-from headrace_testing.readme import ROOT
 from picture_questions import describe
 from review_vision import MAX_NEW_TOKENS, answers, kinds
 from train_vision import LEARNING_RATE, optimizer
@@ -30,10 +31,9 @@ from vision import (
     new_model,
     pixels_of,
     save,
-    train_tokenizer,
 )
 
-TRAINED = ROOT / "build" / "demo-vision"
+FOLDER = demo_folder(DEMO_VISION)
 LIMIT_BYTES = 3_000_000
 PER_KIND = 25
 STEPS = 12
@@ -41,43 +41,46 @@ STEPS = 12
 
 @pytest.fixture(scope="module")
 def tokenizer() -> Tokenizer:
-    return train_tokenizer(0)
+    return Tokenizer.from_file(str(FOLDER / "tokenizer.json"))
 
 
 @pytest.fixture(scope="module")
-def folder(tokenizer: Tokenizer, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """An untrained model."""
-    folder = tmp_path_factory.mktemp("untrained")
-    torch.manual_seed(0)
-    save(new_model(tokenizer).bfloat16(), tokenizer, folder)
-    return folder
+def llm() -> LLM:
+    return LLM(DEMO_VISION, num_blocks=256)
 
 
-@pytest.mark.trained
 @pytest.mark.parametrize("kind", kinds(0))
-def test_most_questions_about_unseen_pictures_are_answered(kind: str) -> None:
+def test_most_questions_about_unseen_pictures_are_answered(llm: LLM, kind: str) -> None:
     asked = kinds(PER_KIND)[kind]
-    said = answers(LLM(str(TRAINED), num_blocks=256), asked)
+    said = answers(llm, asked)
     right = sum(text == turn.reply for text, (_, turn) in zip(said, asked, strict=True))
     assert right >= 0.8 * PER_KIND
 
 
-def test_the_files_are_small(folder: Path) -> None:
-    assert sum(file.stat().st_size for file in folder.iterdir()) <= LIMIT_BYTES
+def test_the_files_are_small_and_as_training_writes_them(
+    tokenizer: Tokenizer, tmp_path: Path
+) -> None:
+    save(new_model(tokenizer).bfloat16(), tokenizer, tmp_path / "new")
+    written = {file.name: file for file in (tmp_path / "new").iterdir()}
+    assert {file.name for file in FOLDER.iterdir()} == written.keys()
+    assert sum(file.stat().st_size for file in FOLDER.iterdir()) <= LIMIT_BYTES
+    for name, file in written.items():
+        if name != "model.safetensors":
+            assert json.loads((FOLDER / name).read_text()) == json.loads(file.read_text())
 
 
-def image_processor(folder: Path) -> Any:
+def image_processor() -> Any:
     kind: Any = AutoImageProcessor
-    return kind.from_pretrained(folder, backend="pil")
+    return kind.from_pretrained(FOLDER, backend="pil")
 
 
-def test_the_engine_says_what_transformers_says(folder: Path, tokenizer: Tokenizer) -> None:
+def test_the_engine_says_what_transformers_says(tokenizer: Tokenizer) -> None:
     rng = random.Random("the engine")
     pictures = [draw_shapes(rng), draw_number(rng)]
     asked = [(picture, describe(rng, picture)) for picture in pictures]
-    said = answers(LLM(str(folder), dtype="float32", num_blocks=64), asked)
-    model: Any = SmolVLMForConditionalGeneration.from_pretrained(folder, dtype=torch.float32)
-    processor = image_processor(folder)
+    said = answers(LLM(DEMO_VISION, dtype="float32", num_blocks=64), asked)
+    model: Any = SmolVLMForConditionalGeneration.from_pretrained(FOLDER, dtype=torch.float32)
+    processor = image_processor()
     for (picture, turn), text in zip(asked, said, strict=True):
         example = encode(tokenizer, Conversation((Said(turn, picture),)))
         prompt = torch.tensor([example.ids[: example.written[0]]])
@@ -92,8 +95,8 @@ def test_the_engine_says_what_transformers_says(folder: Path, tokenizer: Tokeniz
         assert tokenizer.decode(ids[0, prompt.shape[1] :].tolist()) == text
 
 
-def test_conversations_are_trained_on_as_the_chat_template_writes_them(folder: Path) -> None:
-    template: Any = AutoTokenizer.from_pretrained(folder)
+def test_conversations_are_trained_on_as_the_chat_template_writes_them() -> None:
+    template: Any = AutoTokenizer.from_pretrained(FOLDER)
     rng = random.Random("templates")
     pool = Pool()
     for _ in range(20):
@@ -114,8 +117,8 @@ def test_conversations_are_trained_on_as_the_chat_template_writes_them(folder: P
         assert written.count(IMAGE) == sum(said.picture is not None for said in conversation.said)
 
 
-def test_pictures_are_trained_on_as_the_processor_makes_them(folder: Path) -> None:
-    processor = image_processor(folder)
+def test_pictures_are_trained_on_as_the_processor_makes_them() -> None:
+    processor = image_processor()
     picture = draw_number(random.Random(1)).image.resize((192, 192))
     made = processor(images=[picture], return_tensors="np")["pixel_values"][0, 0]
     bytes_ = ((made + 1) * 127.5).round().transpose(1, 2, 0)
