@@ -19,11 +19,11 @@ SINGLE_FILE = "model.safetensors"
 
 
 class SafetensorsFolder:
-    """The tensors of all files by name. Raises CheckpointError for files that are missing or
-    broken."""
+    """The tensors of all files by name, read from their headers unless they are given. Raises
+    CheckpointError for files that are missing or broken."""
 
-    def __init__(self, folder: Path) -> None:
-        self.tensors = _scan(folder)
+    def __init__(self, folder: Path, tensors: Mapping[str, TensorInfo] | None = None) -> None:
+        self.tensors = _scan(folder) if tensors is None else tensors
         self._opened = cache(_open)
 
     def ranges(self, names: Iterable[str]) -> Mapping[str, FileRange]:

@@ -14,7 +14,7 @@ import torch
 from ..checkpoints.checkpoint import Checkpoint
 from ..checkpoints.config import ModelConfig
 from ..checkpoints.loading import LoadProgress
-from ..checkpoints.tensor_files import scan
+from ..checkpoints.tensor_info import TensorInfo
 from ..core.attention_backend import LayerCache
 from .base import CausalModel, ForwardBatch
 from .layout import Piece
@@ -53,12 +53,12 @@ class HiddenStateReader(WeightReader):
         progress: LoadProgress,
         quantized: QuantizedFormat | None,
         cuts: WeightCuts | None,
+        tensors: Mapping[str, TensorInfo],
         config: ModelConfig,
     ) -> None:
-        names = scan(folder)
-        bare = locate(EMBEDDING).stored not in names
+        bare = locate(EMBEDDING).stored not in tensors
         located = _bare(locate) if bare else locate
-        super().__init__(folder, dtype, device, located, progress, quantized, cuts)
+        super().__init__(folder, dtype, device, located, progress, quantized, cuts, tensors)
         self._config = config
         self._eye = torch.eye(config.hidden_size, dtype=dtype, device=device)
 

@@ -862,7 +862,11 @@ HYBRID_SHAPES: dict[str, Shape] = {
         },
     ),
     "mamba": Shape("MambaConfig", {**_MAMBA, "use_bias": True}),
-    "falcon-mamba": Shape("FalconMambaConfig", {**_MAMBA, "tie_word_embeddings": False}),
+    # The published config.json has an inner size that `expand` contradicts.
+    "falcon-mamba": Shape(
+        "FalconMambaConfig",
+        {**_MAMBA, "expand": 16, "intermediate_size": 96, "tie_word_embeddings": False},
+    ),
     "mamba2": Shape(
         "Mamba2Config",
         {
@@ -982,6 +986,28 @@ HYBRID_SHAPES: dict[str, Shape] = {
     ),
 }
 HYBRID = tuple(HYBRID_SHAPES)
+# Decoders whose attention, layers or mixtures are unlike those of Llama.
+UNUSUAL = (
+    "llama4",
+    "llama4-two",
+    "gpt-oss",
+    "glm4-moe",
+    "solar-open",
+    "dots1",
+    "minimax-m2",
+    "mimo-v2",
+    "olmoe",
+    "ernie4_5-moe",
+    "hunyuan",
+    "hunyuan-moe",
+    "deepseek-v2",
+    "deepseek-v2-lite",
+    "deepseek-v3",
+    "deepseek-v32",
+    "glm-moe-dsa-shared",
+    "longcat-flash",
+    "glm4-moe-lite",
+)
 SHAPES |= HYBRID_SHAPES
 
 _LINES = (

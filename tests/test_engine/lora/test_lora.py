@@ -24,6 +24,7 @@ from headrace_engine.offline.beams import BeamSearchParams
 from headrace_engine.offline.llm import TokensPrompt
 from headrace_testing.adapter_scenes import ADAPTERS, GREEDY, LENGTH, AdapterScene
 from headrace_testing.adapters import ALL_MODULES, save_adapter, save_merged, write_config
+from headrace_testing.engines import cpu_backends
 
 CheckpointMaker = Callable[[str], Path]
 LATENT_MODULES = ("q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "o_proj")
@@ -99,6 +100,29 @@ def test_every_kind_of_native_decoder_takes_adapters(
     scene = made(shape, modules)
 
     scene.run(scene.llm(attention_backend=backend), [None, "a"], count=2)
+
+
+@pytest.mark.proves("adapters", by="shape")
+@pytest.mark.parametrize(
+    ("shape", "modules"),
+    [
+        ("solar-open", ALL_MODULES),
+        ("dots1", ALL_MODULES),
+        ("minimax-m2", ("q_proj", "k_proj", "v_proj", "o_proj")),
+        ("olmoe", ("q_proj", "k_proj", "v_proj", "o_proj")),
+        ("ernie4_5-moe", ALL_MODULES),
+        ("hunyuan", ALL_MODULES),
+        ("hunyuan-moe", ("q_proj", "k_proj", "v_proj", "o_proj")),
+        ("deepseek-v2", LATENT_MODULES),
+        ("glm4-moe-lite", LATENT_MODULES),
+    ],
+)
+def test_further_decoders_take_adapters_with_the_fastest_backend(
+    shape: str, modules: tuple[str, ...], checkpoint: CheckpointMaker, tmp_path: Path
+) -> None:
+    scene = AdapterScene(tmp_path, checkpoint(shape), {"a": {"modules": modules}})
+
+    scene.run(scene.llm(attention_backend=cpu_backends()[-1]), [None, "a"], count=2)
 
 
 @pytest.mark.refuses("adapters", shapes=["longcat-flash"])

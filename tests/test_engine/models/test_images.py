@@ -1,11 +1,12 @@
 """Greedy tokens of prompts with images equal transformers' for each family: with none, one and
-several images of many sizes, in chunks, under preemption, and with prefix hits. An image that
-several requests read is encoded once.
+several images of many sizes, in chunks, under preemption, with prefix hits, and when another engine
+continues. An image that several requests read is encoded once.
 
 Left out: devices other than the CPU, and weights of real checkpoints.
 """
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from shutil import copytree
@@ -169,6 +170,32 @@ def test_prefixes_with_another_image_of_the_same_size_are_not_reused(
     answer(engine, prompts(name), asked[:1])
     (second,) = answer(engine, prompts(name), asked[1:])
     assert second.cached_tokens == REUSED[name][1], "those before the image"
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_another_engine_continues_after_the_tokens_of_the_first(
+    name: str, checkpoint: CheckpointMaker, prompts: PromptsMaker
+) -> None:
+    """As after an engine's death: the second has the images, and nothing that was computed."""
+    options = {"attention_backend": cpu_backends()[-1], **ROOM.get(name, {})}
+    asked = scenes(name)[-2:]
+    requests = [prompts(name).request(str(at), prompt, LENGTH) for at, prompt in enumerate(asked)]
+    known: dict[str, list[int]] = {one.request_id: [] for one in requests}
+    dying = serve(checkpoint(name), **options)
+    for one in requests:
+        dying.add_request(one)
+    while not all(map(len, known.values())):
+        for output in dying.step():
+            known[output.request_id] += output.token_ids
+    assert all(len(tokens) < LENGTH for tokens in known.values())
+    other = serve(checkpoint(name), **options)
+    resumed = [replace(one, resume=(tuple(known[one.request_id]),)) for one in requests]
+    outputs = run(other, resumed)
+    for prompt, one in zip(asked, requests, strict=True):
+        more = outputs[one.request_id, 0].token_ids
+        prompts(name).check(prompt, known[one.request_id] + more)
+        assert len(known[one.request_id]) + len(more) == LENGTH
+    assert other.stats().images_encoded == 4, "each picture once"
 
 
 @pytest.mark.parametrize("options", [{"max_num_encoder_input_tokens": 1}, {}])

@@ -60,7 +60,8 @@ class WeightReader:
     On the meta device, only headers are read.
 
     `locate` gives the stored name and rows of a tensor; `quantized` is the format of quantised
-    matrices; `cuts` gives this rank's part of a tensor.
+    matrices; `cuts` gives this rank's part of a tensor; `tensors` are the stored tensors, if they
+    are known.
     """
 
     def __init__(
@@ -72,11 +73,12 @@ class WeightReader:
         progress: LoadProgress | None = None,
         quantized: QuantizedFormat | None = None,
         cuts: WeightCuts | None = None,
+        tensors: Mapping[str, TensorInfo] | None = None,
     ) -> None:
         self.dtype, self.device, self._locate = dtype, device, locate
         self._format, self._cuts = quantized, cuts
         kind = TensorHeaders if device.type == "meta" else TensorFiles
-        self._files = kind(folder, progress)
+        self._files = kind(folder, progress, tensors)
         self._shapes: dict[str, Shape] = {}  # of stored tensors
         self._expected: Mapping[str, Shape] = {}
         # The last unpacked matrix, for its further parts: they are requested one after the other.
@@ -230,6 +232,8 @@ class WeightReader:
 
     def _stored(self, names: Iterable[str], kind: type[Stored]) -> list[Stored] | None:
         """This rank's parts of the named matrices as stored; None if one is of another kind."""
+        if self._needs_shapes_alone:
+            return None
         parts: list[Stored] = []
         for name in names:
             piece = self._locate(name)
@@ -255,11 +259,19 @@ class WeightReader:
         piece = self._locate(name)
         if not self._is_quantized(piece.stored):
             return piece.of(self._files.load(piece.stored))
+        if self._needs_shapes_alone:
+            return piece.of(torch.empty(self._shapes[piece.stored], device=self.device))
         weight = self._unpack(piece)
         if self.device.type == "meta":
             return torch.empty(weight.shape, device=self.device)
         # Of a GGUF file's matrices, only a part is in memory as float32.
         return weight.dequantize(dtype) if isinstance(weight, GGUFWeight) else weight.dequantize()
+
+    @property
+    def _needs_shapes_alone(self) -> bool:
+        """Whether a quantised matrix need not be unpacked: on the meta device only cuts, which must
+        lie between its groups, depend on more than the shapes that `check` has compared."""
+        return self.device.type == "meta" and self._cuts is None
 
     def _unpack(self, piece: Piece) -> StoredWeight:
         """The rows of a piece, from its unpacked matrix."""

@@ -111,7 +111,7 @@ async def _ask_with_timeout(scene: Scene, client: Client) -> httpx.Response:
 
 
 CLIENT_FAULTS = (
-    Fault(name="F6", title="a request that kills engines", act=poison),
+    Fault(name="F6", title="a request that kills engines", act=poison, slow=True),
     Fault(
         name="F6-crowd",
         title="a request that kills engines, among 256 others on four engines",

@@ -179,7 +179,7 @@ async def freeze_gateway(scene: Scene) -> None:
 
 PROCESS_FAULTS = (
     Fault(name="F1", title="engines killed", act=kill_engines),
-    Fault(name="F2", title="engine frozen beyond its lease, wakes", act=freeze_engine),
+    Fault(name="F2", title="engine frozen beyond its lease, wakes", act=freeze_engine, slow=True),
     Fault(
         name="F34",
         title="engine killed that requests are placed with",
@@ -187,9 +187,9 @@ PROCESS_FAULTS = (
         slow=True,
         ready=one_frozen,
     ),
-    Fault(name="F3", title="engine's step hangs", act=hang_step, ready=watched_alone),
-    Fault(name="F4", title="engine's step raises", act=raise_in_step),
-    Fault(name="F5", title="engine drained, in time or not", act=drain_engine),
+    Fault(name="F3", title="engine's step hangs", act=hang_step, ready=watched_alone, slow=True),
+    Fault(name="F4", title="engine's step raises", act=raise_in_step, slow=True),
+    Fault(name="F5", title="engine drained, in time or not", act=drain_engine, slow=True),
     Fault(name="F7", title="gateway killed", act=kill_gateway, survives=False),
     Fault(
         name="F8",
@@ -201,6 +201,7 @@ PROCESS_FAULTS = (
         name="F9",
         title="engine killed while its gateway is frozen",
         act=kill_engine_of_frozen_gateway,
+        slow=True,
     ),
     Fault(name="F9-alone", title="gateway frozen, wakes", act=freeze_gateway, slow=True),
 )

@@ -102,7 +102,7 @@ UPDATE_FAULTS = (
         slow=True,
         spoils=True,
     ),
-    Fault(name="F27", title="engines come and go", act=scale),
+    Fault(name="F27", title="engines come and go", act=scale, slow=True),
     Fault(
         name="F35",
         title="the queue gets more shards, and fewer",
