@@ -11,7 +11,7 @@ from safetensors import SafetensorError, safe_open
 
 from ..core.errors import CheckpointError
 from .checkpoint import read_json
-from .loading import FileRange, data_ranges
+from .loading import FileRange, data_ranges, read_header
 from .tensor_info import TensorInfo
 
 INDEX_FILE = "model.safetensors.index.json"
@@ -57,22 +57,22 @@ def _scan(folder: Path) -> dict[str, TensorInfo]:
 
 def _header(file: Path) -> dict[str, TensorInfo]:
     try:
-        opened = _open(file)
-        return {name: _info(file, opened.get_slice(name)) for name in opened.keys()}
+        _open(file)  # checks the header
+        header, _ = read_header(file)
     except FileNotFoundError as error:
         raise CheckpointError(
             f"{file} is missing, but {INDEX_FILE} names it: copy all files of the checkpoint"
         ) from error
     except (OSError, SafetensorError) as error:
         raise CheckpointError(f"{file} is not a readable safetensors file: {error}") from error
+    return {
+        name: TensorInfo(file, tuple(entry["shape"]), entry["dtype"])
+        for name, entry in header.items()
+    }
 
 
 def _open(file: Path) -> Any:
     return safe_open(file, framework="pt")
-
-
-def _info(file: Path, header: Any) -> TensorInfo:
-    return TensorInfo(file, tuple(header.get_shape()), str(header.get_dtype()))
 
 
 def _files(folder: Path) -> list[Path]:

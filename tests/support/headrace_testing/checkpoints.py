@@ -1123,6 +1123,7 @@ class Reference:
         load = _auto_class(transformers.AutoConfig.from_pretrained(folder)).from_pretrained
         self.model = load(folder, dtype=dtype, attn_implementation="eager").eval()
         self._known: dict[tuple[Prompt, int], GreedyPath] = {}
+        self._logits: dict[Prompt, torch.Tensor] = {}
 
     @cached_property
     def _runner(self) -> ModelRunner:
@@ -1130,8 +1131,11 @@ class Reference:
         return make_runner(self._folder, attention_backend=backend, max_num_batched_tokens=512)
 
     def logits(self, ids: Sequence[int]) -> torch.Tensor:
-        """float32 [len(ids), vocabulary]."""
-        return self.batch_logits([ids])[0]
+        """float32 [len(ids), vocabulary], computed once."""
+        known = self._logits.get(tuple(ids))
+        if known is None:
+            known = self._logits[tuple(ids)] = self.batch_logits([ids])[0]
+        return known
 
     def batch_logits(self, rows: Sequence[Sequence[int]]) -> torch.Tensor:
         """float32 [rows, tokens, vocabulary], in one forward pass. Tokens are added to the ends of

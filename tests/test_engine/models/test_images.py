@@ -17,8 +17,10 @@ from safetensors.torch import load_file, save_file
 
 from headrace_engine.core.errors import CheckpointError, ConfigError, RequestError
 from headrace_engine.engine.engine import Engine
+from headrace_engine.model_runner.model_runner import ModelRunner
 from headrace_testing.engines import Output, cpu_backends, engine_config, make_runner, run
 from headrace_testing.image_prompts import ImagePrompts, Prompt, noise, text
+from headrace_testing.rank_threads import RankThread
 
 CheckpointMaker = Callable[[str], Path]
 PromptsMaker = Callable[[str], ImagePrompts]
@@ -262,8 +264,9 @@ def test_images_that_the_engine_cannot_read_are_refused(
 def test_images_that_are_asked_for_need_a_tower(
     options: dict[str, Any], message: str, checkpoint: CheckpointMaker
 ) -> None:
+    config = engine_config(checkpoint("qwen2.5-vl"), limit_mm_per_prompt={"image": 1}, **options)
     with pytest.raises(ConfigError, match=message):
-        make_runner(checkpoint("qwen2.5-vl"), limit_mm_per_prompt={"image": 1}, **options)
+        ModelRunner(config, launch=RankThread)
 
 
 def test_another_model_has_no_tower(checkpoint: CheckpointMaker) -> None:

@@ -6,9 +6,10 @@ Left out: devices other than the CPU, and weights of real checkpoints.
 """
 
 from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 from shutil import copytree
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -131,6 +132,14 @@ FEW = (
     "gemma4-multimodal", "gemma4-small", *UNUSUAL,
 )  # fmt: skip
 
+
+class Rounded(NamedTuple):
+    folder: Path
+    prompt: tuple[int, ...]
+    exact: torch.Tensor
+    rounded: torch.Tensor
+
+
 native_kernels = pytest.mark.skipif("cpu" not in cpu_backends(), reason="no native kernels")
 CheckpointMaker = Callable[[str], Path]
 ReferenceMaker = Callable[[str], Reference]
@@ -139,6 +148,23 @@ ReferenceMaker = Callable[[str], Reference]
 @pytest.fixture(scope="module", params=cpu_backends())
 def backend(request: pytest.FixtureRequest) -> str:
     return str(request.param)
+
+
+@pytest.fixture(scope="module")
+def in_bfloat16(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Rounded]:
+    """A checkpoint in bfloat16, and transformers' log probabilities after a prompt, by name."""
+
+    @cache
+    def make(name: str) -> Rounded:
+        folder = save_checkpoint(tmp_path_factory.mktemp(name), name, dtype=torch.bfloat16)
+        prompt = tuple(range(20, 60))
+        exact, rounded = (
+            Reference(folder, dtype).logits(prompt)[-1].log_softmax(-1)
+            for dtype in (torch.float32, torch.bfloat16)
+        )
+        return Rounded(folder, prompt, exact, rounded)
+
+    return make
 
 
 def serve(folder: Path, paths: list[GreedyPath], **options: Any) -> Engine:
@@ -165,13 +191,12 @@ def test_greedy_tokens_equal_transformers(
     count = 32 if name in MANY else 4 if name in FEW else 10
     paths = reference(name).clear_paths(count, LENGTH)
     assert len({path.output for path in paths}) > count / 2, "the model must not ignore its prompt"
-    for batch, chunk in [(4, 7)] if name in FEW else SIZES[backend]:
-        serve(
-            checkpoint(name),
-            paths[:batch],
-            attention_backend=backend,
-            max_num_batched_tokens=chunk,
-        )
+    sizes = [(4, 7)] if name in FEW else SIZES[backend]
+    folder, most = checkpoint(name), max(chunk for _, chunk in sizes)
+    runner = make_runner(folder, attention_backend=backend, max_num_batched_tokens=most)
+    for batch, chunk in sizes:
+        options = engine_config(folder, attention_backend=backend, max_num_batched_tokens=chunk)
+        check(Engine(options, runner), paths[:batch])
 
 
 @pytest.mark.proves("tokens", architectures=["MiMoForCausalLM"])
@@ -313,12 +338,9 @@ def test_sampled_tokens_depend_on_seed_and_choice_only(
     ],
 )
 def test_bfloat16_logits_are_as_close_as_those_of_transformers(
-    name: str, backend: str, tmp_path: Path, reference: ReferenceMaker
+    name: str, backend: str, in_bfloat16: Callable[[str], Rounded]
 ) -> None:
-    folder = save_checkpoint(tmp_path, name, dtype=torch.bfloat16)
-    prompt = tuple(range(20, 60))
-    exact = Reference(folder).logits(prompt)[-1].log_softmax(-1)
-    rounded = Reference(folder, torch.bfloat16).logits(prompt)[-1].log_softmax(-1)
+    folder, prompt, exact, rounded = in_bfloat16(name)
     runner = make_runner(folder, dtype="auto", attention_backend=backend)
     assert runner.dtype is torch.bfloat16
     params = SamplingParams(temperature=0.0, max_tokens=1, logprobs=20)

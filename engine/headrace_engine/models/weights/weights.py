@@ -6,6 +6,7 @@ for layers that compute with them.
 """
 
 from collections.abc import Callable, Collection, Container, Iterable, Mapping
+from functools import cache
 from pathlib import Path
 
 import torch
@@ -75,7 +76,7 @@ class WeightReader:
         cuts: WeightCuts | None = None,
         tensors: Mapping[str, TensorInfo] | None = None,
     ) -> None:
-        self.dtype, self.device, self._locate = dtype, device, locate
+        self.dtype, self.device, self._locate = dtype, device, cache(locate)
         self._format, self._cuts = quantized, cuts
         kind = TensorHeaders if device.type == "meta" else TensorFiles
         self._files = kind(folder, progress, tensors)
@@ -188,6 +189,9 @@ class WeightReader:
 
     def stack(self, names: Iterable[str]) -> torch.Tensor:
         """The named tensors concatenated in dimension 0, in new memory."""
+        if self._needs_shapes_alone:
+            shapes = [self.shape(name) for name in names]
+            return self._made((sum(shape[0] for shape in shapes), *shapes[0][1:]), self.dtype)
         parts = [self._part(name) for name in names]
         rows = sum(part.shape[0] for part in parts)
         out = torch.empty((rows, *parts[0].shape[1:]), dtype=self.dtype, device=self.device)
@@ -252,6 +256,8 @@ class WeightReader:
     def _part(self, name: str, dtype: torch.dtype | None = None) -> torch.Tensor:
         """This rank's part; reads only its own pages of unquantised tensors. `dtype` is the one
         that it will have, if that is not the reader's."""
+        if self._needs_shapes_alone:
+            return self._made(self.shape(name), dtype or self.dtype)
         whole = self._load(name, dtype or self.dtype)
         return whole if self._cuts is None else self._cuts.tensor(name, whole)
 
@@ -259,8 +265,6 @@ class WeightReader:
         piece = self._locate(name)
         if not self._is_quantized(piece.stored):
             return piece.of(self._files.load(piece.stored))
-        if self._needs_shapes_alone:
-            return piece.of(torch.empty(self._shapes[piece.stored], device=self.device))
         weight = self._unpack(piece)
         if self.device.type == "meta":
             return torch.empty(weight.shape, device=self.device)
@@ -269,9 +273,13 @@ class WeightReader:
 
     @property
     def _needs_shapes_alone(self) -> bool:
-        """Whether a quantised matrix need not be unpacked: on the meta device only cuts, which must
-        lie between its groups, depend on more than the shapes that `check` has compared."""
+        """Whether tensors are made without what is stored: on the meta device only cuts, which must
+        lie between groups of quantised matrices, depend on more than the shapes that `check` has
+        compared."""
         return self.device.type == "meta" and self._cuts is None
+
+    def _made(self, shape: Shape, dtype: torch.dtype) -> torch.Tensor:
+        return torch.empty(shape, dtype=dtype, device=self.device)
 
     def _unpack(self, piece: Piece) -> StoredWeight:
         """The rows of a piece, from its unpacked matrix."""
