@@ -68,7 +68,7 @@ def shared(pytestconfig: pytest.Config) -> Iterator[Shared]:
 def start(request: pytest.FixtureRequest) -> Starter:
     """Starts processes by forking, unless a test must see them start as programs, as with `single`
     and `served`."""
-    check_unit(request.path, "forked")
+    check_unit(request.path, "forked", "stack")
     return Forge().start
 
 
@@ -97,7 +97,7 @@ def stack(
 ) -> Stack:
     """Two engines and two gateways; the queue has three shards."""
     return shared.get(
-        "forked", request.path, lambda: _stack(checkpoint, tmp_path_factory.mktemp("stack"), start)
+        "stack", request.path, lambda: _stack(checkpoint, tmp_path_factory.mktemp("stack"), start)
     )
 
 

@@ -32,6 +32,7 @@ from headrace_cli.bench.workload import (
     parse_lengths,
     synthetic_jobs,
 )
+from headrace_testing.in_process import headrace
 
 
 class TinyServer:
@@ -470,11 +471,11 @@ async def test_an_interrupted_run_reports_what_it_has() -> None:
         (["--extra-body=[]"], 2, "--extra-body must be a JSON object"),
     ],
 )
-async def test_errors_are_one_message(arguments: list[str], code: int, message: str) -> None:
-    done = await run_command(*arguments)
-    assert (done.code, done.out) == (code, "")
-    assert done.notes.startswith("error: ") and message in done.notes
-    assert done.notes.count("\n") == 1
+def test_errors_are_one_message(arguments: list[str], code: int, message: str) -> None:
+    done = headrace("bench", *arguments)
+    assert (done.returncode, done.stdout) == (code, "")
+    assert done.stderr.startswith("error: ") and message in done.stderr
+    assert done.stderr.count("\n") == 1
 
 
 async def test_a_missing_key_is_asked_for() -> None:

@@ -1,4 +1,4 @@
-"""`headrace chat` as a process against a scripted server."""
+"""`headrace chat` against a scripted server; as a process where it has a terminal or a signal."""
 
 import os
 import signal
@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from headrace_testing.in_process import headrace
 from headrace_testing.openai_server import Answer, OpenAIServer
 from headrace_testing.processes import until
 from headrace_testing.terminals import TerminalProcess
@@ -29,15 +30,8 @@ def environment(**extra: str) -> dict[str, str]:
 def chat(
     server: OpenAIServer, *args: str, typed: str = "", **env: str
 ) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        command(server.url, *args),
-        input=typed,
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=False,
-        env=environment(**env),
-    )
+    given = ("chat", "--url", server.url, *args)
+    return headrace(*given, typed=typed, env=environment(**env))
 
 
 def contents(server: OpenAIServer, index: int) -> list[tuple[str, str]]:
@@ -125,22 +119,14 @@ def test_a_missing_key_is_explained() -> None:
 def test_a_url_without_its_last_part_is_reported() -> None:
     with OpenAIServer() as server:
         url = server.url.removesuffix("/v1")
-        done = subprocess.run(
-            command(url, "--once", "Hi"), capture_output=True, text=True, timeout=60
-        )
+        done = headrace("chat", "--url", url, "--once", "Hi", env=environment())
 
     assert done.stderr == f"error: {url} is not an OpenAI API: the URL ends with /v1\n"
 
 
 def test_an_unreachable_server_is_reported() -> None:
-    done = subprocess.run(
-        command("http://127.0.0.1:1/v1", "--once", "Hi"),
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=False,
-        env=environment(),
-    )
+    url = "http://127.0.0.1:1/v1"
+    done = headrace("chat", "--url", url, "--once", "Hi", env=environment())
 
     assert done.returncode == 1
     assert "cannot reach http://127.0.0.1:1/v1" in done.stderr

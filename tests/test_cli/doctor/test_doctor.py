@@ -4,8 +4,6 @@ import json
 import os
 import shutil
 import socket
-import subprocess
-import sys
 from collections.abc import Iterable
 from importlib.machinery import ModuleSpec
 from importlib.util import find_spec
@@ -20,6 +18,7 @@ from headrace_cli.doctor.checks.finding import Finding, Level
 from headrace_cli.errors import UsageError
 from headrace_engine.kernels.cpu.build import library_path
 from headrace_testing.gguf_files import sentencepiece_values, write_tokenizer_gguf
+from headrace_testing.in_process import headrace
 
 
 def only(findings: Iterable[Finding]) -> Finding:
@@ -368,13 +367,7 @@ def test_visible_devices_are_those_of_the_environment() -> None:
 
 
 def test_the_command_fails_and_says_what_to_do(tmp_path: Path) -> None:
-    done = subprocess.run(
-        [sys.executable, "-m", "headrace_cli", "doctor", "--model", str(tmp_path)],
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-    )
+    done = headrace("doctor", "--model", str(tmp_path))
 
     assert done.returncode == 1
     assert "has no config.json" in " ".join(done.stdout.split())

@@ -1,4 +1,5 @@
-"""`headrace top` as a process against a scripted gateway, and what it draws."""
+"""`headrace top` against a scripted gateway, and what it draws; as a process where it has a
+terminal or a signal."""
 
 import json
 import os
@@ -13,6 +14,7 @@ from rich.console import Console
 
 from headrace_cli.top.snapshot import Snapshot
 from headrace_cli.top.view import draw
+from headrace_testing.in_process import headrace
 from headrace_testing.live_server import LiveServer, engine, heartbeat, model, snapshot
 from headrace_testing.terminals import TerminalProcess
 
@@ -27,9 +29,7 @@ def environment() -> dict[str, str]:
 
 
 def top(url: str, *args: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        command(url, *args), capture_output=True, text=True, timeout=60, env=environment()
-    )
+    return headrace("top", "--url", url, *args, env=environment())
 
 
 def drawn(*engines: dict[str, Any], width: int = 80, **changes: Any) -> list[str]:

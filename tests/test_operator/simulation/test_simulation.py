@@ -400,13 +400,24 @@ def test_the_command_takes_a_percentile_for_the_objectives(
     }
 
 
+@pytest.mark.parametrize(
+    ("option", "message"),
+    [
+        (("--utilization", "2"), "utilization: 2.0 is out of range"),
+        (("--policy", "best"), "error: --policy best: unknown; choose of "),
+    ],
+)
 def test_the_command_says_what_is_wrong_in_one_line(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    option: tuple[str, str],
+    message: str,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("sys.argv", ["headrace simulate", "--utilization", "2"])
+    monkeypatch.setattr("sys.argv", ["headrace simulate", *option])
 
     with pytest.raises(SystemExit) as exited:
         command.main()
 
+    printed = capsys.readouterr().err.strip()
     assert exited.value.code == 2
-    assert "utilization: 2.0 is out of range" in capsys.readouterr().err
+    assert message in printed and "\n" not in printed
