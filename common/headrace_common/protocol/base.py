@@ -200,8 +200,8 @@ class EngineStatus:
 
 @dataclass(frozen=True, slots=True)
 class CanaryPlan:
-    """What is meant for a model's canary: a percentage of the new requests, and of those of the
-    stable engines so many per minute that are repeated on the canary."""
+    """The percentage of new requests for a model's canary, and how many requests of the stable
+    engines are repeated on it each minute."""
 
     percent: float = 0.0
     comparisons_per_minute: int = 0

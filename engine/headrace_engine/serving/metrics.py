@@ -138,7 +138,7 @@ class EngineMetrics:
         self._handover_duration.record(seconds, self._labels)
 
     def turn_began(self, waited: float) -> None:
-        """Records a turn on a shared accelerator, for which requests `waited` so many seconds."""
+        """Records a turn on a shared accelerator, for which requests `waited`, in seconds."""
         self._turns.add(1, self._labels)
         self._turn_wait.record(waited, self._labels)
 

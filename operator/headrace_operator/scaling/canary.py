@@ -44,8 +44,8 @@ class CanaryLimits:
 
     Both sides must have ended `min_requests`. The share of failed requests may be larger by
     `max_error_percent` points, mean latencies `max_latency_ratio` times as long. With
-    `min_agreement_percent` so many of the compared answers must be equal, of `min_comparisons` or
-    more.
+    `min_agreement_percent` at least this percentage of the compared answers must be equal, once
+    there are `min_comparisons`.
     """
 
     min_requests: int
