@@ -113,9 +113,14 @@ def resident() -> int:
 @pytest.fixture(scope="module")
 def large(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A checkpoint of 80 MiB whose tokens have 12 KiB of KV."""
-    sizes = {"hidden_size": 1024, "intermediate_size": 1536}
-    heads = {"num_key_value_heads": 4, "head_dim": 128}
-    return save_checkpoint(tmp_path_factory.mktemp("large"), "llama", **sizes, **heads)
+    return save_checkpoint(
+        tmp_path_factory.mktemp("large"),
+        "llama",
+        hidden_size=1024,
+        intermediate_size=1536,
+        num_key_value_heads=4,
+        head_dim=128,
+    )
 
 
 @pytest.mark.parametrize("level", LEVELS)

@@ -76,7 +76,8 @@ class WeightReader:
         cuts: WeightCuts | None = None,
         tensors: Mapping[str, TensorInfo] | None = None,
     ) -> None:
-        self.dtype, self.device, self._locate = dtype, device, cache(locate)
+        self.dtype, self.device = dtype, device
+        self._locate: Callable[[str], Piece] = cache(locate)
         self._format, self._cuts = quantized, cuts
         kind = TensorHeaders if device.type == "meta" else TensorFiles
         self._files = kind(folder, progress, tensors)
