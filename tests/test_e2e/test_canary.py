@@ -21,10 +21,10 @@ from headrace_testing.processes import Starter, until
 from headrace_testing.stack import MODEL, EngineProcess, Stack
 
 PROMPT = [3, 4, 5]
-LONG = 900  # tokens, so that an answer lasts until its engine is killed
+LONG = 500  # tokens, so that an answer lasts until its engine is killed
 PERCENT = 40
 # Long enough that no side counts as gone because the machine is busy.
-LEASE = ("--lease", "10")
+LEASE = ("--lease", "5")
 
 
 class Rollout:

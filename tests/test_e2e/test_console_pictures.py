@@ -67,7 +67,7 @@ def up(browser: Browser, tmp_path_factory: pytest.TempPathFactory) -> Iterator[U
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 def test_views(browser: Browser, up: UpProcess, folder: Path, scheme: str) -> None:
     until_calm(up.url)
-    watched = WatchedPage(browser, viewport=SIZE, color_scheme=scheme)
+    watched = WatchedPage(browser.new_context(viewport=SIZE, color_scheme=scheme))
     page = watched.page
     console = Console(page, up.url)
 
@@ -104,7 +104,7 @@ def test_views(browser: Browser, up: UpProcess, folder: Path, scheme: str) -> No
 def test_picture(
     browser: Browser, tmp_path: Path, folder: Path, scheme: Literal["light", "dark"]
 ) -> None:
-    watched = WatchedPage(browser, viewport=PICTURE, color_scheme=scheme)
+    watched = WatchedPage(browser.new_context(viewport=PICTURE, color_scheme=scheme))
     page = watched.page
     with UpProcess(tmp_path, "--model", DEMO_VISION) as up:
         up.until_served(DEMO_VISION)
@@ -128,7 +128,7 @@ def test_picture(
 
 def test_kill_while_streaming(browser: Browser, up: UpProcess, folder: Path) -> None:
     until_calm(up.url)
-    watched = WatchedPage(browser, viewport=CHAT, color_scheme="light")
+    watched = WatchedPage(browser.new_context(viewport=CHAT, color_scheme="light"))
     chat, live = Console(watched.page, up.url), Console(watched.another(), up.url)
     chat.open()
     body = chat.long_story(TOKENS)

@@ -3,7 +3,7 @@
 import json
 import re
 import subprocess
-import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import httpx
@@ -13,6 +13,7 @@ from headrace_common.text.checkpoint import demo_folder
 from headrace_testing import readme
 from headrace_testing.documents import blocks
 from headrace_testing.headrace_up import HEADRACE, UpProcess
+from headrace_testing.in_process import program
 from headrace_testing.readme import block
 
 ROOT = readme.ROOT
@@ -26,6 +27,18 @@ def run(*command: str, stdin: str = "") -> str:
     )
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
+
+
+@pytest.fixture
+def printed_by(tmp_path: Path) -> Callable[[str], str]:
+    """Runs an example in Python and returns what it prints."""
+
+    def run_here(example: str) -> str:
+        file = tmp_path / "example.py"
+        file.write_text(example)
+        return program(file)
+
+    return run_here
 
 
 def here(text: str, served: UpProcess) -> str:
@@ -50,15 +63,16 @@ def test_the_resumed_stream_is_the_whole_answer(served: UpProcess) -> None:
     assert "".join(chunk["choices"][0]["text"] for chunk in chunks) == whole["choices"][0]["text"]
 
 
-def test_the_sdk_example(served: UpProcess) -> None:
-    printed = run(sys.executable, "-c", here(block("python", "import OpenAI"), served))
+def test_the_sdk_example(served: UpProcess, printed_by: Callable[[str], str]) -> None:
+    printed = printed_by(here(block("python", "import OpenAI"), served))
     assert len(printed.split()) > 10
 
 
-def test_tools_reasoning_and_json_of_the_demo_model(served: UpProcess) -> None:
+def test_tools_reasoning_and_json_of_the_demo_model(
+    served: UpProcess, printed_by: Callable[[str], str]
+) -> None:
     begun = block("python", "import OpenAI").partition("stream = ")[0]
-    program = f"{begun}{block('python', 'reasoning_effort')}"
-    printed = run(sys.executable, "-c", here(program, served))
+    printed = printed_by(here(f"{begun}{block('python', 'reasoning_effort')}", served))
     called, thought, filled = map(json.loads, printed.splitlines())
 
     (call,) = called["tool_calls"]
@@ -68,9 +82,11 @@ def test_tools_reasoning_and_json_of_the_demo_model(served: UpProcess) -> None:
     assert json.loads(filled["content"]) == {"name": "Emma", "age": 31}
 
 
-def test_the_example_for_users_of_openai(served: UpProcess) -> None:
+def test_the_example_for_users_of_openai(
+    served: UpProcess, printed_by: Callable[[str], str]
+) -> None:
     (example,) = [each for each in blocks() if each.page.name == "coming-from-openai.md"]
-    assert run(sys.executable, "-c", here(example.text, served)) == "headrace-demo\n"
+    assert printed_by(here(example.text, served)) == "headrace-demo\n"
 
 
 def test_the_terminal_chat(served: UpProcess) -> None:
@@ -104,9 +120,9 @@ def test_the_api_keys_example(tmp_path: Path) -> None:
     assert statuses == [200, 401]
 
 
-def test_the_offline_example() -> None:
+def test_the_offline_example(printed_by: Callable[[str], str]) -> None:
     example = block("python", "import LLM").replace("Qwen/Qwen3-0.6B", str(demo_folder()))
-    lines = run(sys.executable, "-c", example).splitlines()
+    lines = printed_by(example).splitlines()
     assert [line.partition(" -> ")[0] for line in lines] == [
         "The capital of France is",
         "Water boils at",

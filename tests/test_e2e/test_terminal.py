@@ -4,11 +4,8 @@ import json
 import subprocess
 
 from headrace_testing.headrace_up import HEADRACE, MODEL, UpProcess
+from headrace_testing.in_process import headrace
 from headrace_testing.processes import until
-
-
-def headrace(*args: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run([str(HEADRACE), *args], capture_output=True, text=True, timeout=200)
 
 
 def test_top_shows_what_engines_do_while_bench_loads_them(served: UpProcess) -> None:

@@ -213,16 +213,10 @@ def test_a_prompt_over_the_context_is_refused(client: OpenAI) -> None:
 # Children that die, and the end
 
 
-@pytest.fixture
-def fragile(tmp_path: Path) -> Iterator[UpProcess]:
-    """A separate server with short leases, so that a dead engine's requests are soon taken over."""
-    flags = ("--", "--lease", "1", "--beat-interval", "0.25")
-    with UpProcess(tmp_path, *flags) as up:
-        up.until_served()
-        yield up
-
-
-def test_killed_children_come_back_and_an_interrupt_drains(fragile: UpProcess) -> None:
+def test_killed_children_come_back_and_an_interrupt_drains(
+    client: OpenAI, served: UpProcess
+) -> None:
+    """The last test with these processes: it ends them."""
     arguments: Any = {
         "model": MODEL,
         "messages": STORY,
@@ -230,19 +224,16 @@ def test_killed_children_come_back_and_an_interrupt_drains(fragile: UpProcess) -
         "max_tokens": 300,
         "extra_body": {"ignore_eos": True},
     }
-    with OpenAI(base_url=f"{fragile.url}/v1", api_key="none", max_retries=0) as client:
-        expected = client.chat.completions.create(**arguments).choices[0].message.content
-        assert (
-            streamed_while(client, arguments, lambda: kill(fragile, "headrace_engine")) == expected
-        )
-    kill(fragile, "headrace_gateway")
-    until(lambda: ready(fragile), "the gateway to be back")
-    children = fragile.children()
-    with OpenAI(base_url=f"{fragile.url}/v1", api_key="none", max_retries=0) as client:
-        assert streamed_while(client, arguments, fragile.interrupt) == expected
-    assert fragile.wait() == 0
+    expected = client.chat.completions.create(**arguments).choices[0].message.content
+    assert streamed_while(client, arguments, lambda: kill(served, "headrace_engine")) == expected
+    kill(served, "headrace_gateway")
+    until(lambda: ready(served), "the gateway to be back")
+    children = served.children()
+    with OpenAI(base_url=f"{served.url}/v1", api_key="none", max_retries=0) as another:
+        assert streamed_while(another, arguments, served.interrupt) == expected
+    assert served.wait() == 0
     assert gone(children)
-    assert "draining" in fragile.printed
+    assert "draining" in served.printed
 
 
 def streamed_while(client: OpenAI, arguments: Any, disturb: Callable[[], None]) -> str:

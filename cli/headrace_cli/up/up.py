@@ -246,7 +246,9 @@ def program() -> str:
     It is a path if the `headrace` on the PATH is another one, or none.
     """
     typed, found = Path(sys.argv[0]), shutil.which("headrace")
-    if typed.name != "headrace" or (found is not None and typed.samefile(found)):
+    if typed.name != "headrace" or not typed.is_file():
+        return "headrace"
+    if found is not None and typed.samefile(found):
         return "headrace"
     return str(typed)
 

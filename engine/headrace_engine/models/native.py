@@ -34,7 +34,7 @@ from .draft_heads.loading import (
     tapped_target,
 )
 from .draft_heads.target import HeadTarget
-from .hidden_states import HEAD, HiddenStateReader, HiddenStates, without_head
+from .hidden_states import HEAD, HiddenStateReader, HiddenStates, read_projection, without_head
 from .layout import TensorLayout
 from .linear.linear_maker import NO_INT8, QuantizedOps, computes_natively
 from .parallel import WeightCuts, place_experts
@@ -102,7 +102,10 @@ def load(checkpoint: Checkpoint, options: LoadOptions) -> LoadedModel:
             return LoadedModel(model, length, config.windows, config.chunked)
         states = HiddenStateReader(*source, config)
         bare = _make(without_head(config), states, options, length, eight)
-        found = HiddenStates(bare, config.vocab_size)
+        projection = read_projection(
+            checkpoint, config.hidden_size, options.dtype, options.device, shard
+        )
+        found = HiddenStates(bare, config.vocab_size, projection)
         return LoadedModel(found, length, config.windows, config.chunked)
 
 

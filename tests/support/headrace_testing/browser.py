@@ -3,9 +3,8 @@
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
 
-from playwright.sync_api import Browser, ConsoleMessage, Page, sync_playwright
+from playwright.sync_api import Browser, BrowserContext, ConsoleMessage, Page, sync_playwright
 
 from .needs import missing
 
@@ -15,6 +14,7 @@ _ARGUMENTS = [
     "--no-sandbox",
     "--disable-gpu",
     "--disable-quic",
+    "--process-per-site",
     "--no-first-run",
     "--disable-background-networking",
     "--disable-component-update",
@@ -39,12 +39,12 @@ def chromium() -> Iterator[Browser]:
 
 
 class WatchedPage:
-    """A page in its own browser context, with all messages of its console."""
+    """A page with all messages of its console."""
 
-    def __init__(self, browser: Browser, **context: Any) -> None:
-        self._context = browser.new_context(**context)
-        self._context.set_default_timeout(TIMEOUT_MS)
-        self.page: Page = self._context.new_page()
+    def __init__(self, context: BrowserContext) -> None:
+        self._context = context
+        context.set_default_timeout(TIMEOUT_MS)
+        self.page: Page = context.new_page()
         self.faults: list[str] = []
         self.page.on("console", self._said)
         self.page.on("pageerror", lambda error: self.faults.append(str(error)))
@@ -54,7 +54,7 @@ class WatchedPage:
         return self._context.new_page()
 
     def close(self) -> None:
-        self._context.close()
+        self.page.close()
 
     def _said(self, message: ConsoleMessage) -> None:
         if message.type in ("error", "warning"):

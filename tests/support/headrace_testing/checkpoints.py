@@ -1034,13 +1034,18 @@ def make_model(name: str, seed: int = 0, **changes: Any) -> Any:
         model = _auto_class(config).from_config(
             config, attn_implementation="eager", dtype=torch.float32
         )
-        with torch.no_grad():
-            for parameter_name, parameter in model.named_parameters():
-                _initialise(parameter_name, parameter)
-            for buffer_name, buffer in model.named_buffers():
-                if buffer_name.endswith(("e_score_correction_bias", "expert_bias")):
-                    buffer.copy_(0.3 * torch.randn_like(buffer))
+        randomise(model)
     return model.eval()
+
+
+def randomise(model: Any) -> None:
+    """Gives all parameters random values that matter to the output."""
+    with torch.no_grad():
+        for parameter_name, parameter in model.named_parameters():
+            _initialise(parameter_name, parameter)
+        for buffer_name, buffer in model.named_buffers():
+            if buffer_name.endswith(("e_score_correction_bias", "expert_bias")):
+                buffer.copy_(0.3 * torch.randn_like(buffer))
 
 
 def save_checkpoint(

@@ -64,11 +64,38 @@ def save_chat_model(
     return folder
 
 
-class ImagePrompts:
-    """Prompts of one checkpoint, for transformers and for the engine."""
+class ImageRequests:
+    """Prompts of one checkpoint, for the engine."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
+
+    def read(self, prompt: Prompt) -> tuple[list[int], tuple[PromptImage, ...]]:
+        images = [part for part in prompt if not isinstance(part, int)]
+        form = self._form
+        short = [part if isinstance(part, int) else NO_TEXT for part in prompt]
+        found = [(image_digest(each.tobytes(), b""), form.layout(*each.size)) for each in images]
+        ids, spans = expand(NO_TEXT, short, found)
+        return ids, self._reader.read(spans, images)
+
+    @cached_property
+    def _form(self) -> ImageFormat:
+        tokenizer = Tokenizer.from_file(str(self._folder / "tokenizer.json"))
+        tokens = PromptTokens(tokenizer.token_to_id, lambda text: tokenizer.encode(text).ids)
+        form = read_format(load_checkpoint(str(self._folder)), tokens)
+        assert form is not None
+        return form
+
+    @cached_property
+    def _reader(self) -> ImageReader:
+        return ImageReader(self._folder, self._form)
+
+
+class ImagePrompts(ImageRequests):
+    """Prompts of one checkpoint, for transformers and for the engine."""
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__(folder)
         kind: Any = transformers.AutoModelForImageTextToText
         model = kind.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager")
         self._model = model.eval()
@@ -112,26 +139,6 @@ class ImagePrompts:
         return EngineRequest(
             request_id=name, prompt_token_ids=tuple(ids), params=params, seed=0, images=images
         )
-
-    def read(self, prompt: Prompt) -> tuple[list[int], tuple[PromptImage, ...]]:
-        images = [part for part in prompt if not isinstance(part, int)]
-        form = self._form
-        short = [part if isinstance(part, int) else NO_TEXT for part in prompt]
-        found = [(image_digest(each.tobytes(), b""), form.layout(*each.size)) for each in images]
-        ids, spans = expand(NO_TEXT, short, found)
-        return ids, self._reader.read(spans, images)
-
-    @cached_property
-    def _form(self) -> ImageFormat:
-        tokenizer = Tokenizer.from_file(str(self._folder / "tokenizer.json"))
-        tokens = PromptTokens(tokenizer.token_to_id, lambda text: tokenizer.encode(text).ids)
-        form = read_format(load_checkpoint(str(self._folder)), tokens)
-        assert form is not None
-        return form
-
-    @cached_property
-    def _reader(self) -> ImageReader:
-        return ImageReader(self._folder, self._form)
 
     @cached_property
     def _processor(self) -> Any:

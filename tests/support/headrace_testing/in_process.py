@@ -38,6 +38,10 @@ def headrace(
 def program(file: Path, env: Mapping[str, str] | None = None) -> str:
     """Runs a Python program; returns what it printed. `env` replaces our environment."""
     out = StringIO()
-    with patch.dict(os.environ, env or os.environ, clear=True), redirect_stdout(out):
+    with (
+        patch.object(sys, "argv", [str(file)]),
+        patch.dict(os.environ, env or os.environ, clear=True),
+        redirect_stdout(out),
+    ):
         runpy.run_path(str(file), run_name="__main__")
     return out.getvalue()

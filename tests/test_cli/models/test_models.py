@@ -1,7 +1,7 @@
-"""`headrace models` as a process: on folders, and against a small hub.
+"""`headrace models`: on folders, and against a small hub.
 
-Findings that only depend on the folder are computed by the same code in this process, which has
-already imported torch; `ask_here` replaces the two child processes.
+Pulls and one check are processes. Other checks run in this process, which has already imported
+torch; `ask_here` replaces their two child processes.
 """
 
 import io
@@ -9,21 +9,22 @@ import json
 import os
 import subprocess
 import sys
-from contextlib import redirect_stdout
+from collections.abc import Iterator
+from contextlib import contextmanager, redirect_stdout
 from importlib import import_module
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
-from typer.testing import CliRunner
 
-from headrace_cli.main import app
 from headrace_cli.models import check
 from headrace_common.text.checkpoint import demo_folder
 from headrace_testing.checkpoints import save_checkpoint
 from headrace_testing.fake_hub import FakeHub
 from headrace_testing.gguf_checkpoints import save_gguf
 from headrace_testing.gguf_files import sentencepiece_values, write_tokenizer_gguf
+from headrace_testing.in_process import headrace
 
 REPOSITORY = "team/tiny"
 
@@ -41,13 +42,6 @@ def models(*args: str, **env: str) -> subprocess.CompletedProcess[str]:
 def on_hub(hub: FakeHub | str, cache: Path) -> dict[str, str]:
     url = hub if isinstance(hub, str) else hub.address
     return {"HF_ENDPOINT": url, "HF_HOME": str(cache), "HF_HUB_OFFLINE": "0"}
-
-
-def checked(*args: str, **env: str) -> tuple[int, dict[str, tuple[str, str]]]:
-    """The exit code, and the level and text of each check's finding."""
-    done = models("check", *args, "--json", **env)
-    assert done.stderr == ""
-    return done.returncode, found_of(done.stdout, done.returncode)
 
 
 def found_of(printed: str, code: int) -> dict[str, tuple[str, str]]:
@@ -70,10 +64,26 @@ def ask_here(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(check, "_ask", ask)
 
 
-def checked_here(folder: Path) -> tuple[int, dict[str, tuple[str, str]]]:
-    """Like `checked`, without a process for the command."""
-    done = CliRunner().invoke(app, ["models", "check", str(folder), "--json"])
-    return done.exit_code, found_of(done.stdout, done.exit_code)
+def checked(model: Path | str) -> tuple[int, dict[str, tuple[str, str]]]:
+    """The exit code, and the level and text of each check's finding."""
+    done = headrace("models", "check", str(model), "--json")
+    assert done.stderr == ""
+    return done.returncode, found_of(done.stdout, done.returncode)
+
+
+@contextmanager
+def cached_from(hub: FakeHub, cache: Path) -> Iterator[None]:
+    """Makes this process fetch from a hub; it read the variables for that when it began."""
+    files = hub.address + "/{repo_id}/resolve/{revision}/{filename}"
+    values: dict[str, Any] = {
+        "ENDPOINT": hub.address,
+        "HUGGINGFACE_CO_URL_TEMPLATE": files,
+        "HF_HUB_CACHE": str(cache / "hub"),
+        "HF_HUB_OFFLINE": False,
+    }
+    tqdm = "huggingface_hub.utils.tqdm.HF_HUB_DISABLE_PROGRESS_BARS"
+    with patch.multiple("huggingface_hub.constants", **values), patch(tqdm, True):
+        yield
 
 
 def changed(folder: Path, **fields: Any) -> Path:
@@ -84,9 +94,10 @@ def changed(folder: Path, **fields: Any) -> Path:
 
 
 def test_the_demo_model_is_native_and_chats() -> None:
-    code, found = checked("headrace-demo")
+    done = models("check", "headrace-demo", "--json")
+    found = found_of(done.stdout, done.returncode)
 
-    assert code == 0
+    assert (done.returncode, done.stderr) == (0, "")
     assert found["engine"][1].startswith("LlamaForCausalLM: native, ")
     assert found["context"] == ("ok", "2048 tokens")
     assert found["quantisation"] == ("ok", "none")
@@ -99,7 +110,7 @@ def test_the_demo_model_is_native_and_chats() -> None:
 @pytest.mark.usefixtures("ask_here")
 def test_a_gguf_file_is_checked(tmp_path: Path) -> None:
     file, _ = save_gguf(tmp_path, "qwen3", lambda _: "Q8_0")
-    code, found = checked_here(file)
+    code, found = checked(file)
 
     assert code == 0
     assert found["engine"][1].startswith("Qwen3ForCausalLM: native, bfloat16")
@@ -107,16 +118,17 @@ def test_a_gguf_file_is_checked(tmp_path: Path) -> None:
     assert found["tokenizer"][0] == "ok"
 
 
+@pytest.mark.usefixtures("ask_here")
 def test_a_gguf_file_of_the_hub_is_fetched_by_its_name(tmp_path: Path) -> None:
     file = write_tokenizer_gguf(tmp_path / "a.gguf", sentencepiece_values({"a": -1.0}))
     content = file.read_bytes()
     files = {"Q4_K_M.gguf": content, "Q8_0.gguf": content, "config.json": b"{}"}
-    with FakeHub(REPOSITORY, files) as hub:
-        code, found = checked(REPOSITORY, **on_hub(hub, tmp_path))
+    with FakeHub(REPOSITORY, files) as hub, cached_from(hub, tmp_path):
+        code, found = checked(REPOSITORY)
         assert code == 1
         assert "has 2 GGUF files: name one of them" in found["model"][1]
         assert "There are Q4_K_M.gguf, Q8_0.gguf" in found["model"][1]
-        code, found = checked(f"{REPOSITORY}/Q8_0.gguf", **on_hub(hub, tmp_path))
+        code, found = checked(f"{REPOSITORY}/Q8_0.gguf")
         assert found["tokenizer"] == ("ok", "260 tokens")
         assert found["engine"][1].startswith("LlamaForCausalLM: native")
         pulled = models("pull", f"{REPOSITORY}/Q8_0.gguf", "--json", **on_hub(hub, tmp_path))
@@ -125,10 +137,12 @@ def test_a_gguf_file_of_the_hub_is_fetched_by_its_name(tmp_path: Path) -> None:
     assert json.loads(pulled.stdout)["bytes"] == len(content)
 
 
+@pytest.mark.usefixtures("ask_here")
 def test_the_only_gguf_file_of_a_repository_needs_no_name(tmp_path: Path) -> None:
     file = write_tokenizer_gguf(tmp_path / "a.gguf", sentencepiece_values({"a": -1.0}))
-    with FakeHub(REPOSITORY, {"only.gguf": file.read_bytes(), "config.json": b"{}"}) as hub:
-        code, found = checked(REPOSITORY, **on_hub(hub, tmp_path))
+    files = {"only.gguf": file.read_bytes(), "config.json": b"{}"}
+    with FakeHub(REPOSITORY, files) as hub, cached_from(hub, tmp_path):
+        code, found = checked(REPOSITORY)
     assert code == 0
     assert found["tokenizer"] == ("ok", "260 tokens")
 
@@ -139,7 +153,7 @@ def test_formats_are_read_from_the_chat_template(tmp_path: Path) -> None:
     (folder / "chat_template.jinja").write_text(
         "{% for m in messages %}{{ m.content }}{% endfor %}<tool_call></tool_call><think></think>"
     )
-    _, found = checked_here(folder)
+    _, found = checked(folder)
 
     assert found["tool calls"] == ("ok", "hermes")
     assert found["reasoning"][1] != "none"
@@ -148,7 +162,7 @@ def test_formats_are_read_from_the_chat_template(tmp_path: Path) -> None:
 @pytest.mark.usefixtures("ask_here")
 def test_a_model_without_a_native_implementation_is_a_warning(tmp_path: Path) -> None:
     folder = changed(save_checkpoint(tmp_path / "m", "llama"), architectures=["OtherForCausalLM"])
-    code, found = checked_here(folder)
+    code, found = checked(folder)
 
     assert code == 0
     assert found["engine"][0] == "warning"
@@ -170,7 +184,7 @@ def test_an_unsupported_model_is_a_failure(
     tmp_path: Path, fields: dict[str, Any], message: str
 ) -> None:
     folder = changed(save_checkpoint(tmp_path / "m", "llama"), **fields)
-    code, found = checked_here(folder)
+    code, found = checked(folder)
 
     assert code == 1
     assert found["engine"][0] == "fail" and message in found["engine"][1]
@@ -178,19 +192,21 @@ def test_an_unsupported_model_is_a_failure(
 
 @pytest.mark.usefixtures("ask_here")
 def test_a_table_has_a_row_for_each_check() -> None:
-    done = CliRunner().invoke(app, ["models", "check", "headrace-demo"])
+    done = headrace("models", "check", "headrace-demo")
 
-    assert done.exit_code == 0
+    assert done.returncode == 0
     assert any(line.startswith("ok  tokenizer") for line in done.stdout.splitlines())
 
 
+@pytest.mark.usefixtures("ask_here")
 def test_a_pull_fetches_what_engines_read_and_no_code(tmp_path: Path) -> None:
     files = {path.name: path.read_bytes() for path in demo_folder().iterdir() if path.is_file()}
     with FakeHub(REPOSITORY, {**files, "evil.py": b"x", "old.bin": b"x"}) as hub:
         done = models("pull", REPOSITORY, **on_hub(hub, tmp_path))
         asked = sorted(hub.fetched)
         again = models("pull", REPOSITORY, "--json", **on_hub(hub, tmp_path))
-        code, found = checked(REPOSITORY, **on_hub(hub, tmp_path))
+        with cached_from(hub, tmp_path):
+            code, found = checked(REPOSITORY)
 
     folder = Path(done.stdout.strip())
     assert (done.returncode, done.stderr) == (0, "")
@@ -214,10 +230,11 @@ def test_a_pull_continues_where_it_stopped(tmp_path: Path) -> None:
     assert [each for each in ranges if each.startswith("model.safetensors bytes=")]
 
 
+@pytest.mark.usefixtures("ask_here")
 def test_a_check_of_the_hub_fetches_no_weights(tmp_path: Path) -> None:
     files = {path.name: path.read_bytes() for path in demo_folder().iterdir() if path.is_file()}
-    with FakeHub(REPOSITORY, files) as hub:
-        code, found = checked(REPOSITORY, **on_hub(hub, tmp_path))
+    with FakeHub(REPOSITORY, files) as hub, cached_from(hub, tmp_path):
+        code, found = checked(REPOSITORY)
         fetched = hub.fetched
 
     assert code == 0

@@ -7,6 +7,7 @@ import gc
 import os
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
@@ -113,14 +114,9 @@ def resident() -> int:
 @pytest.fixture(scope="module")
 def large(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A checkpoint of 80 MiB whose tokens have 12 KiB of KV."""
-    return save_checkpoint(
-        tmp_path_factory.mktemp("large"),
-        "llama",
-        hidden_size=1024,
-        intermediate_size=1536,
-        num_key_value_heads=4,
-        head_dim=128,
-    )
+    sizes: dict[str, Any] = {"hidden_size": 1024, "intermediate_size": 1536}
+    heads: dict[str, Any] = {"num_key_value_heads": 4, "head_dim": 128}
+    return save_checkpoint(tmp_path_factory.mktemp("large"), "llama", **sizes, **heads)
 
 
 @pytest.mark.parametrize("level", LEVELS)

@@ -1,6 +1,6 @@
 """Greedy tokens of prompts with images equal transformers' for each family: with none, one and
 several images of many sizes, in chunks, under preemption, with prefix hits, and when another engine
-continues. An image that several requests read is encoded once.
+continues. An image that several requests read is encoded once. Texts need no tower.
 
 Left out: devices other than the CPU, and weights of real checkpoints.
 """
@@ -173,6 +173,17 @@ def test_prefixes_with_another_image_of_the_same_size_are_not_reused(
 
 
 @pytest.mark.parametrize("name", NAMES)
+def test_texts_are_read_without_the_tower(
+    name: str, checkpoint: CheckpointMaker, prompts: PromptsMaker
+) -> None:
+    options = {"attention_backend": cpu_backends()[-1], "limit_mm_per_prompt": {"image": 0}}
+    runner = make_runner(checkpoint(name), **options)
+    engine = Engine(engine_config(checkpoint(name), **options), runner)
+    answer(engine, prompts(name), scenes(name)[:1])
+    assert runner.image_limits is None
+
+
+@pytest.mark.parametrize("name", NAMES)
 def test_another_engine_continues_after_the_tokens_of_the_first(
     name: str, checkpoint: CheckpointMaker, prompts: PromptsMaker
 ) -> None:
@@ -246,7 +257,6 @@ def test_images_that_the_engine_cannot_read_are_refused(
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"tensor_parallel_size": 2}, "tensor_parallel_size 2"),
         ({"deterministic": True}, "deterministic"),
         ({"load_format": "dummy"}, "load_format dummy"),
     ],

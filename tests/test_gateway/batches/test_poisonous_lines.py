@@ -21,6 +21,7 @@ from headrace_gateway.models.models import Models
 from headrace_testing.backends import MODEL, OverRedis
 from headrace_testing.batches import BatchClient, batch_gateway, line
 from headrace_testing.fake_engine import FakeEngine
+from headrace_testing.forked import Forge
 from headrace_testing.processes import HeadraceProcess
 from headrace_testing.waiting import eventually
 
@@ -59,7 +60,7 @@ class Leaders:
         flags += ["--redis-url", self._over.config.url, "--log-format", "json"]
         log = self._folder / "gateway.log"
         log.unlink(missing_ok=True)
-        with HeadraceProcess("headrace_gateway", flags, log) as process:
+        with HeadraceProcess("headrace_gateway", flags, log, start=Forge().start) as process:
             ready = await asyncio.to_thread(process.await_log, "gateway ready")
             async with httpx.AsyncClient(base_url=str(ready["address"]), timeout=60) as http:
                 yield BatchClient(http)

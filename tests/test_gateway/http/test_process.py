@@ -11,21 +11,27 @@ from pathlib import Path
 
 import httpx
 
+from headrace_testing.forked import Forge
 from headrace_testing.gateway import MODEL
-from headrace_testing.processes import HeadraceProcess, until
+from headrace_testing.processes import HeadraceProcess, Starter, start_program, until
 from headrace_testing.stack import GatewayProcess
 from headrace_testing.valkey import ValkeyServer
 
 
-def start(checkpoint: Path, log: Path, *flags: str) -> HeadraceProcess:
+def start(
+    checkpoint: Path, log: Path, *flags: str, starter: Starter | None = None
+) -> HeadraceProcess:
+    """Starts a gateway, forked by default."""
     arguments = ["--model", str(checkpoint), "--served-model-name", MODEL, "--port", "0"]
-    return HeadraceProcess("headrace_gateway", [*arguments, "--log-format", "json", *flags], log)
+    given = [*arguments, "--log-format", "json", *flags]
+    return HeadraceProcess("headrace_gateway", given, log, start=starter or Forge().start)
 
 
 def test_it_serves_and_ends_on_sigterm(
     checkpoint: Path, valkey: ValkeyServer, tmp_path: Path
 ) -> None:
-    with start(checkpoint, tmp_path / "log", "--redis-url", valkey.url) as process:
+    flags = ("--redis-url", valkey.url)
+    with start(checkpoint, tmp_path / "log", *flags, starter=start_program) as process:
         address = str(process.await_log("gateway ready")["address"])
         ready = httpx.get(f"{address}/health/ready", timeout=30)
         models = httpx.get(f"{address}/v1/models", timeout=30).json()
@@ -167,34 +173,33 @@ def share(
         )
 
 
-def run(*flags: str, **environment: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-m", "headrace_gateway", *flags],
-        env={**os.environ, **environment},
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
+def run(log: Path, *flags: str, starter: Starter | None = None, **env: str) -> tuple[int, str]:
+    """The exit status of a gateway that ends by itself, forked by default, and what it printed."""
+    process = HeadraceProcess("headrace_gateway", flags, log, env, starter or Forge().start)
+    with process:
+        return process.wait(), log.read_text()
 
 
 def test_bad_settings_are_named(tmp_path: Path) -> None:
-    ended = run(HEADRACE_GATEWAY_MODEL=str(tmp_path), HEADRACE_GATEWAY_PORT="http")
+    environment = {"HEADRACE_GATEWAY_MODEL": str(tmp_path), "HEADRACE_GATEWAY_PORT": "http"}
+    status, printed = run(tmp_path / "log", starter=start_program, **environment)
 
-    assert ended.returncode == 78
-    assert ended.stderr.startswith("headrace gateway: port: ")
-    assert "Traceback" not in ended.stderr
+    assert status == 78
+    assert printed.startswith("headrace gateway: port: ")
+    assert "Traceback" not in printed
 
 
-def test_settings_of_a_model_need_the_model() -> None:
-    ended = run("--served-model-name", "x")
+def test_settings_of_a_model_need_the_model(tmp_path: Path) -> None:
+    status, printed = run(tmp_path / "log", "--served-model-name", "x")
 
-    assert ended.returncode == 78
-    assert "served_model_name is of the setting model" in ended.stderr
+    assert status == 78
+    assert "served_model_name is of the setting model" in printed
 
 
 def test_without_a_model_it_waits_for_one(valkey: ValkeyServer, tmp_path: Path) -> None:
     flags = ["--port", "0", "--log-format", "json", "--redis-url", valkey.url]
-    with HeadraceProcess("headrace_gateway", flags, tmp_path / "log") as process:
+    log, start = tmp_path / "log", Forge().start
+    with HeadraceProcess("headrace_gateway", flags, log, start=start) as process:
         address = str(process.await_log("gateway ready")["address"])
         live = httpx.get(f"{address}/health/live", timeout=30)
         ready = httpx.get(f"{address}/health/ready", timeout=30)
@@ -223,25 +228,26 @@ def test_it_waits_for_a_redis_that_starts_later(checkpoint: Path, tmp_path: Path
 
 
 def test_a_folder_without_a_tokenizer_is_named(tmp_path: Path) -> None:
-    ended = run("--model", str(tmp_path))
+    status, printed = run(tmp_path / "log", "--model", str(tmp_path))
 
-    assert ended.returncode == 78
-    assert "tokenizer.json is missing" in ended.stderr
+    assert status == 78
+    assert "tokenizer.json is missing" in printed
 
 
-def test_a_port_in_use_is_named(checkpoint: Path) -> None:
+def test_a_port_in_use_is_named(checkpoint: Path, tmp_path: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
-        ended = run("--model", str(checkpoint), "--port", str(taken.getsockname()[1]))
+        flags = ("--model", str(checkpoint), "--port", str(taken.getsockname()[1]))
+        status, printed = run(tmp_path / "log", *flags)
 
-    assert ended.returncode == 78
-    assert "HEADRACE_GATEWAY_PORT" in ended.stderr
+    assert status == 78
+    assert "HEADRACE_GATEWAY_PORT" in printed
 
 
-def test_an_absent_redis_is_named(checkpoint: Path) -> None:
+def test_an_absent_redis_is_named(checkpoint: Path, tmp_path: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as unused:
         port = unused.getsockname()[1]
     flags = ["--redis-url", f"redis://127.0.0.1:{port}/0", "--startup-timeout", "0"]
-    ended = run("--model", str(checkpoint), "--port", "0", *flags)
+    status, printed = run(tmp_path / "log", "--model", str(checkpoint), "--port", "0", *flags)
 
-    assert ended.returncode == 69
-    assert "backend_unavailable" in ended.stderr
+    assert status == 69
+    assert "backend_unavailable" in printed

@@ -6,6 +6,7 @@ import httpx
 import pytest
 
 from headrace_testing.api_keys import KeyBook, MountedSecret
+from headrace_testing.forked import Forge
 from headrace_testing.gateway import MODEL
 from headrace_testing.processes import HeadraceProcess, until
 from headrace_testing.valkey import ValkeyServer
@@ -17,7 +18,7 @@ def start(checkpoint: Path, valkey: ValkeyServer, keys: Path, log: Path) -> Head
     arguments = ["--model", str(checkpoint), "--served-model-name", MODEL, "--port", "0"]
     more = ["--redis-url", valkey.url, "--log-format", "json"]
     env = {"HEADRACE_GATEWAY_API_KEYS_FILE": str(keys)}
-    return HeadraceProcess("headrace_gateway", [*arguments, *more], log, env)
+    return HeadraceProcess("headrace_gateway", [*arguments, *more], log, env, Forge().start)
 
 
 def test_two_gateways_follow_a_mounted_secret(
