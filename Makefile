@@ -47,21 +47,24 @@ environment:
 	case "$$had" in 3.*[0-9]) [ "$(NAMED)" ] && [ "$$had" != "$$wanted" ] || exit 0 ;; esac; \
 	refuse() { echo "$(PYTHON) $$1; Headrace needs 3.11 or newer: make install PYTHON=python3.12"; exit 1; }; \
 	case "$$wanted" in missing) refuse "does not run" ;; *old) refuse "is $${wanted% old}" ;; esac; \
-	[ ! -e $(VENV) ] || echo "the Python of $(VENV) is $${had% old}: it is made anew with $$wanted"; \
+	[ ! -e $(VENV) ] || echo "the Python of $(VENV) is $${had% old}: $(VENV) is replaced, with Python $$wanted"; \
 	rm -rf $(VENV)
 
 # Renewed when a declared dependency or a kernel changes. `dev` has all that `up` has.
 DECLARED := pyproject.toml hatch_build.py requirements/uv.txt requirements/install_lock.py \
   $(wildcard engine/headrace_engine/kernels/cpu/*.cpp engine/headrace_engine/kernels/cpu/*.h)
+TELL = @echo "installing packages into $(VENV), and compiling kernels: once, for some minutes"
 MAKE_VENV = @test -x $(BIN)/python || $(PYTHON) -m venv $(VENV) || { rm -rf $(VENV); exit 1; }
 
 $(VENV)/.installed-up: requirements/up.txt $(DECLARED)
+	$(TELL)
 	$(MAKE_VENV)
 	$(BIN)/python requirements/install_lock.py up
 	@touch $@
 
 # Tests start hundreds of processes, so what they import is compiled first.
 $(VENV)/.installed: requirements/dev.txt $(DECLARED)
+	$(TELL)
 	$(MAKE_VENV)
 	$(BIN)/python requirements/install_lock.py --all-kernels dev
 	$(BIN)/python requirements/compile_packages.py
@@ -160,6 +163,7 @@ structure: install-dev
 # The theme would advertise its successor.
 docs: install-dev ## build the documentation site in build/site; HEADRACE_SOURCE_URL names where links to source lead
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet --strict
+	@echo "open build/site/index.html; the search needs a server: python3 -m http.server --directory build/site"
 
 PAGES = architecture cli licenses models offline reference settings vllm
 

@@ -45,6 +45,10 @@ from headrace_engine.operators.state_memory import StateMemory
 
 BLOCK_SIZE = 16
 COPIES = 4  # tensors of each kind that a measurement walks over, so that none stays in a cache
+# What the roofs are measured with: memory that no cache holds, and a product.
+MEMORY_FLOATS = 2**27
+SQUARE_ROWS, SIDE = 512, 2048
+ELEMENTWISE_ROWS = (1, 64, 2048)
 STATE_BLOCK = 2**15  # bytes of a KV block that holds a piece of a state
 RUNS = (("16 decodes", (1,) * 16), ("prefill, 512", (512,)), ("mixed", (1,) * 12 + (128,) * 4))
 Call = Callable[[], object]
@@ -371,21 +375,21 @@ def interleaved(calls: tuple[Call, ...], rounds: int) -> list[float]:
 
 
 def measure_roofs(dtype: torch.dtype, rounds: int) -> Roofs:
-    """Measures the bandwidth, and a product [512, 2048] x [2048, 2048]."""
-    memory = torch.ones(2**27)
+    """Measures the bandwidth, and a product [SQUARE_ROWS, SIDE] x [SIDE, SIDE]."""
+    memory = torch.ones(MEMORY_FLOATS)
     dtypes = list(dict.fromkeys((dtype, torch.float32)))
     reading, *multiplying = interleaved((memory.sum, *map(square, dtypes)), rounds)
     seconds, fastest = min(zip(multiplying, dtypes, strict=True), key=itemgetter(0))
     return Roofs(
         bandwidth=memory.nbytes / reading / 1e9,
-        products=2 * 512 * 2048 * 2048 / seconds / 1e9,
+        products=2 * SQUARE_ROWS * SIDE * SIDE / seconds / 1e9,
         products_by=f"{'oneDNN' if packs(fastest) else 'torch'} in {fastest}",
     )
 
 
 def square(dtype: torch.dtype) -> Call:
-    x, weight = torch.randn(512, 2048).to(dtype), torch.randn(2048, 2048).to(dtype)
-    call = product(weight, 512)
+    x, weight = torch.randn(SQUARE_ROWS, SIDE).to(dtype), torch.randn(SIDE, SIDE).to(dtype)
+    call = product(weight, SQUARE_ROWS)
     return lambda: call(x)
 
 
@@ -403,7 +407,7 @@ def kernels(options: argparse.Namespace, dtype: torch.dtype) -> Iterator[Kernel]
     for rows, quantize in itertools.product((1, 16, 64, 512), (False, True)):
         if options.only in "linear":
             yield linear(rows, dtype, executor, quantize)
-    for rows in (1, 64, 2048):
+    for rows in ELEMENTWISE_ROWS:
         for kernel in elementwise(rows, dtype, NativeOps(loaded)):
             if options.only in kernel.name:
                 yield kernel

@@ -49,6 +49,8 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
             "norm_topk_prob": False,
             "routed_scaling_factor": 1.0,
             "topk_method": "greedy",
+            "n_group": 1,
+            "topk_group": 1,
         },
     ),
     # Qwen 3.5: three gated delta nets for each layer with attention: 0.4 B parameters

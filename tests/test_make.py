@@ -69,7 +69,7 @@ def test_an_environment_of_another_python_is_replaced(folder: Path, minor: int) 
     python(folder / ".venv/bin/python", minor)
     (folder / ".venv/.installed-up").touch()
     done = make(folder, "install", f"PYTHON={python(folder / 'new', 13)}")
-    assert f"the Python of .venv is 3.{minor}: it is made anew with 3.13\n" in done.stdout
+    assert f"the Python of .venv is 3.{minor}: .venv is replaced, with Python 3.13\n" in done.stdout
     assert "(3, 13, 1)" in (folder / ".venv/bin/python").read_text()
     assert (folder / ".venv/.installed-up").exists()
 
@@ -93,7 +93,9 @@ def test_make_up_installs_only_runtime_packages_and_make_test_adds_the_rest(fold
     install = "requirements/install_lock.py"
     rest = [f"{install} --all-kernels dev", "requirements/compile_packages.py", "tested"]
 
-    assert make(folder, "up", new).returncode == 0
+    done = make(folder, "up", new)
+    assert done.returncode == 0
+    assert done.stdout.startswith("installing packages into .venv")
     until(lambda: len(lines(folder)) == 3, "bytecode to be compiled beside the server")
     first, *others = lines(folder)
     assert first == f"{install} up"

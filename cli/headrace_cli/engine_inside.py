@@ -89,7 +89,7 @@ def show_requests(engine: EngineInside, output: Output) -> None:
     found = engine.requests()
     table = plain_table(
         "request", "choice", "state", "tenant", "prompt", "output", "computed", "blocks", "attempt",
-        "unmoved for",
+        "no output for",
     )  # fmt: skip
     for request in found["requests"]:
         for one in request["sequences"] or [{}]:

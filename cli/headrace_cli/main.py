@@ -24,14 +24,15 @@ from .commands import redis as redis_commands
 from .commands import sealing as sealing_commands
 from .commands import top as top_commands
 from .commands import usage as usage_commands
-from .commands.running_options import DATA_DIR, ApiKey, ApiUrl, DataFolder, ModelName
+from .commands.running_options import ApiKey, ApiUrl, DataFolder, ModelName
 from .commands.up_command import HELP, UpCommand, passed_on, process_words
 from .errors import CliError, UsageError
 from .extras import need
-from .running import api_url
+from .running import DATA_DIR, api_url
 from .tables import without_controls
 
 app = typer.Typer(
+    rich_markup_mode="markdown",
     name="headrace",
     help="Serves large language models: OpenAI API, durable queue, continuous batching.",
     no_args_is_help=True,
@@ -92,7 +93,10 @@ def _print_version(wanted: bool) -> None:
 @app.callback()
 def options(
     show_version: Annotated[
-        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print it.")
+        bool,
+        typer.Option(
+            "--version", callback=_print_version, is_eager=True, help="Print the version and exit."
+        ),
     ] = False,
 ) -> None:
     """Options before the command."""
@@ -117,23 +121,27 @@ def up(
     gateways: Annotated[int, typer.Option(min=1, help="Gateway processes.")] = 1,
     redis: Annotated[
         str | None,
-        typer.Option(envvar="REDIS_URL", help="Redis or Valkey to use instead of an own one."),
+        typer.Option(envvar="REDIS_URL", help="Use this Redis or Valkey instead of starting one."),
     ] = None,
     data_dir: Annotated[Path, typer.Option(help="Queue data and logs.")] = DATA_DIR,
     sealing_keys_file: Annotated[
         Path | None,
-        typer.Option(help="Keys with which prompts and answers are sealed in the queue's data."),
+        typer.Option(help="File of keys that encrypt prompts and answers in the queue's data."),
     ] = None,
     drain_timeout: Annotated[
-        float, typer.Option(min=0, help="Seconds that running requests get at the end.")
+        float,
+        typer.Option(min=0, help="Seconds in which running requests may finish after Ctrl-C."),
     ] = 30.0,
     config_file: Annotated[  # UpCommand reads it
         Path | None,
-        typer.Option("--config", help="YAML file of flags without their dashes, as vLLM's."),
+        typer.Option("--config", help="YAML file of flags without their dashes, in vLLM's form."),
     ] = None,
 ) -> None:
-    """Serve a model on this machine: queue, engines and gateways. Flags of `headrace engine` and
-    `headrace gateway`, and vLLM's, go to the processes that have them."""
+    """Serve a model on this machine: starts a queue, engines and gateways.
+
+    It also takes the flags of `headrace engine` and `headrace gateway`, and those of vLLM, and
+    passes each to the processes that have it.
+    """
     import asyncio
     from dataclasses import replace
 
@@ -172,7 +180,7 @@ app.command(
     "serve",
     cls=UpCommand,
     context_settings=_UP,
-    help="The same as `headrace up`; the model is named first, as in vLLM.",
+    help="The same as `headrace up`, with the model as its first argument, as in vLLM.",
     epilog="Example: headrace serve Qwen/Qwen3-0.6B --max-model-len 4k",
 )(up)
 
@@ -199,7 +207,7 @@ def engine(context: typer.Context) -> None:
     context_settings=_PASS_THROUGH, epilog="Example: headrace simulate --days 0.5 --plot day.png"
 )
 def simulate(context: typer.Context) -> None:
-    """Try autoscaling on a trace in virtual time; `headrace simulate --help` lists its options."""
+    """Simulate autoscaling on a trace of requests; `headrace simulate --help` lists its options."""
     _become("headrace_operator.simulation", context.args, "simulate", "numpy")
 
 
@@ -226,12 +234,17 @@ def chat(
     system: Annotated[str | None, typer.Option(help="System prompt.")] = None,
     api_key: ApiKey = None,
     once: Annotated[
-        str | None, typer.Option(help="Send this one message, print the answer, end.")
+        str | None, typer.Option(help="Send one message, print the answer and exit.")
     ] = None,
-    max_tokens: Annotated[int | None, typer.Option(min=1, help="Longest answer.")] = None,
-    temperature: Annotated[float | None, typer.Option(min=0, help="0 is greedy.")] = None,
+    max_tokens: Annotated[
+        int | None, typer.Option(min=1, help="Largest number of tokens in an answer.")
+    ] = None,
+    temperature: Annotated[
+        float | None, typer.Option(min=0, help="Sampling temperature; 0 is greedy.")
+    ] = None,
     history: Annotated[
-        bool, typer.Option(help="Keep what you type, for the arrow keys of later chats.")
+        bool,
+        typer.Option(help="Save what you type, so that the arrow keys find it in later chats."),
     ] = True,
 ) -> None:
     """Chat with a served model in the terminal."""
@@ -258,15 +271,18 @@ def doctor(
     host: Annotated[str, typer.Option(help="Address of the API.")] = "127.0.0.1",
     port: Annotated[int, typer.Option(min=1, max=65535, help="Port of the API.")] = 8000,
     redis: Annotated[
-        str | None, typer.Option(envvar="REDIS_URL", help="Redis or Valkey to be used.")
+        str | None, typer.Option(envvar="REDIS_URL", help="Redis or Valkey that will be used.")
     ] = None,
     data_dir: Annotated[Path, typer.Option(help="Queue data and logs.")] = DATA_DIR,
     engine: Annotated[
-        bool, typer.Option("--engine", help="Only what an engine needs, by its own variables.")
+        bool,
+        typer.Option(
+            "--engine", help="Check only what an engine needs, by its environment variables."
+        ),
     ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
-    """Check this machine and say what to do."""
+    """Check whether this machine can serve a model, and say what to fix."""
     from .doctor.doctor import DoctorConfig, run_doctor
 
     if engine:

@@ -15,6 +15,7 @@ from typing import Any
 from .datadir import DataDir
 from .errors import UsageError
 
+DATA_DIR = Path(".headrace")
 DEFAULT_URL = "http://127.0.0.1:8000"
 _VERSION = 1
 _FILE = "running.json"
@@ -70,6 +71,20 @@ def find_running(data_dir: Path) -> RunningSystem | None:
     return system if data.in_use() else None
 
 
+def find_named(data_dir: Path) -> RunningSystem | None:
+    """The system that runs with this folder; None if none does with the default folder.
+
+    Raises UsageError if none does with another folder: it was named, so no other system is meant.
+    """
+    running = find_running(data_dir)
+    if running is None and data_dir != DATA_DIR:
+        raise UsageError(
+            f"no `headrace up` serves with the data folder {data_dir}",
+            "start it, name its folder with --data-dir, or give the address of another system",
+        )
+    return running
+
+
 def _system(found: dict[str, Any]) -> RunningSystem:
     fields = {name: found[name] for name in ("pid", "url", "model", "api_keys", "redis")}
     return RunningSystem(
@@ -83,10 +98,10 @@ def _processes(found: list[dict[str, str]]) -> tuple[RunningProcess, ...]:
 
 def api_url(given: str | None, data_dir: Path) -> str:
     """The URL of an OpenAI API: the given one, that of the `up` that runs with this folder, or the
-    default."""
+    default. Raises UsageError if nothing runs with a folder other than the default one."""
     if given is not None:
         return given
-    running = find_running(data_dir)
+    running = find_named(data_dir)
     return f"{DEFAULT_URL if running is None else running.url}/v1"
 
 
@@ -94,11 +109,14 @@ def engine_url(given: str | None, data_dir: Path, engine: str | None) -> str | N
     """The URL of an engine's metrics port: the given one, or that of the named or first engine of a
     running `up`.
 
-    None if nothing runs with this folder. Raises UsageError for a name that no engine has.
+    None if nothing runs with the default folder. Raises UsageError if nothing runs with another
+    folder, and for a name that no engine has.
     """
-    running = find_running(data_dir)
-    if given is not None or (running is None and engine is None):
+    if given is not None:
         return given
+    running = find_named(data_dir)
+    if running is None and engine is None:
+        return None
     if running is None:
         raise UsageError(
             f"no `headrace up` runs with {data_dir}",

@@ -3,10 +3,13 @@
 import json
 import re
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from rich.console import Console, RenderableType
 from rich.table import Column, Table
+
+from .errors import UsageError
 
 WIDEST = 1000  # columns
 _CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
@@ -45,6 +48,12 @@ class Output:
 
     def raw(self, text: str) -> None:
         self.out.file.write(text)
+
+
+def check_folder(path: Path) -> None:
+    """Raises UsageError if the folder of a result is missing; called before long work."""
+    if not path.absolute().parent.is_dir():
+        raise UsageError(f"the folder of {path} does not exist", "make it, or choose another")
 
 
 def without_controls(text: str) -> str:

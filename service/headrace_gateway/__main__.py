@@ -44,6 +44,7 @@ from headrace_common.protocol.redis.memory import RedisMemory
 from headrace_common.protocol.redis.refused import RedisRefusedGrammars
 from headrace_common.protocol.redis.registry import RedisModelRegistry
 from headrace_common.protocol.redis.store import RedisRequestStore
+from headrace_common.protocol.redis.variants import RedisCanary
 from headrace_common.protocol.registry import Files, RegisteredModel
 from headrace_common.sealing.keyring_file import KeyringFile
 from headrace_common.wire import keys
@@ -61,6 +62,7 @@ from .models.loading import load_registered, load_static
 from .models.model_loads import counted
 from .models.models import Models, ServedModel
 from .queue_client.cached_prefixes import CachedPrefixes
+from .queue_client.canary_comparisons import CanaryComparisons
 from .queue_client.client import ClientConfig, GenerationClient
 from .queue_client.engines import EngineDirectory
 from .queue_client.prefix_routing import PrefixRouter
@@ -125,8 +127,11 @@ async def serve(
         placer=placer,
         shards=engines.shards,
         side=engines.side,
+        turn=engines.time_to_turn,
         history=history,
     )
+    comparisons = CanaryComparisons(client, engines, RedisCanary(connection), connection.clock.now)
+    client.on_end(comparisons.ended)
     supervisor = _supervisor(settings)
     adapter_control = AdapterControl(
         RedisAdapterSets(connection),
@@ -192,6 +197,7 @@ async def serve(
             adapter_control=adapter_control,
             clock=connection.clock,
             placed_tokens=None if placer is None else placer.tokens,
+            comparisons=comparisons,
         )
         app = create_app(settings, deps)
         server = GatewayServer(
@@ -207,6 +213,7 @@ async def serve(
         if api_keys is not None:
             await api_keys.close()
         await discovery.close()
+        await comparisons.close()
         await client.close()
         await connection.close()
         await asyncio.to_thread(measures.shutdown)

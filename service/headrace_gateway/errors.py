@@ -230,6 +230,9 @@ def from_validation(error: ValidationError, place: str = "") -> ApiError:
     if first["type"] == "union_tag_invalid":
         return _unsupported_kind(param, first["ctx"])
     reason = first["msg"].removeprefix("Value error, ")
+    unknown = (field_path(each["loc"]) for each in faults if each["type"] == "extra_forbidden")
+    if first["type"] == "missing" and (typed := next(unknown, "")):
+        return invalid(f"{param}: {reason}; '{typed}' is unknown.", param=param)
     more = f" (and {len(faults) - 1} more)" if len(faults) > 1 else ""
     return invalid(f"{param}: {reason}{more}" if param else reason, param=param or None)
 

@@ -157,8 +157,12 @@ def test_kernels(
     packs_bfloat16: bool | None, run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Runs even if oneDNN lacks the instructions to pack weights in bfloat16."""
+    kernels = import_module("kernels")
+    monkeypatch.setattr(kernels, "MEMORY_FLOATS", 2**20)
+    monkeypatch.setattr(kernels, "SIDE", 64)
+    monkeypatch.setattr(kernels, "ELEMENTWISE_ROWS", (1, 64))
     if packs_bfloat16 is False:
-        monkeypatch.setattr(import_module("kernels"), "packs", lambda dtype: dtype is torch.float32)
+        monkeypatch.setattr(kernels, "packs", lambda dtype: dtype is torch.float32)
     file = tmp_path / "kernels.json"
     small = ["--rounds", "1", "--threads", "1", "--only", "rms_norm", "--json", str(file)]
     printed, found = run("kernels", *small), json.loads(file.read_text())

@@ -22,6 +22,7 @@ EXPORTED = {
     for suffix in SUFFIXES.get(metric.kind, ("",))
 }
 OTHERS = {
+    promql.SLEEP_STATE,
     promql.REDIS_MEMORY_USED,
     promql.REDIS_MEMORY_MAX,
     promql.REDIS_COMMANDS,

@@ -54,6 +54,10 @@ ABSENT = {
     names.GATEWAY_OPEN_REFUSED: "no tenant has too many open requests",
     names.GATEWAY_IMAGES: "the model reads no images",
     names.GATEWAY_PLACEMENT_TOKENS: "one engine is no choice",
+    names.ENGINE_TURNS: "the engine shares no accelerator",
+    names.ENGINE_TURN_WAIT: "the engine shares no accelerator",
+    names.GATEWAY_CANARY_COMPARISONS: "the model has no canary",
+    names.GATEWAY_CANARY_FIRST_DIFFERENCE: "the model has no canary",
 }
 PANELS = [(each, panel) for each in dashboards() for panel in each.panels]
 VARIABLES = [variable for each in dashboards() for variable in each.variables]

@@ -4,10 +4,11 @@ import os
 import shlex
 import subprocess
 import sys
-from typing import Any
 
 import pytest
+from typer.testing import CliRunner
 
+from headrace_cli.main import app
 from headrace_testing.pages.cli import PAGE, commands, example, page
 
 COMMANDS = dict(commands())
@@ -33,14 +34,15 @@ def test_every_option_says_what_it_does() -> None:
         f"{name} {parameter.name}"
         for name, command in COMMANDS.items()
         for parameter in command.params
-        if not parameter.help and not _is_a_limit_of_keys(name, parameter)
+        if not parameter.help
     ]
     assert unexplained == []
 
 
-def _is_a_limit_of_keys(name: str, parameter: Any) -> bool:
-    """Whether the name says that it is a limit of keys."""
-    return name == "headrace keys create" and parameter.name == "requests_per_minute"
+def test_all_paragraphs_of_the_help_fill_the_lines(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    shown = CliRunner().invoke(app, ["up", "--help"]).output
+    assert " vLLM, and passes each to the processes that have it. " in shown
 
 
 def test_the_shell_completes_commands_and_options() -> None:

@@ -9,9 +9,12 @@ from typing import Any
 import httpx
 import pytest
 
+from headrace_common.protocol.base import CanaryPlan
+from headrace_common.protocol.ledger import UsageEntry
 from headrace_common.protocol.redis.client.connection import Connection, ConnectionConfig
+from headrace_common.protocol.redis.ledger import LedgerReader
 from headrace_common.protocol.redis.variants import RedisCanary
-from headrace_common.protocol.variants import drawn
+from headrace_common.protocol.variants import Agreement, drawn
 from headrace_common.wire.keys import ShardKeys
 from headrace_testing.checkpoints import save_checkpoint
 from headrace_testing.processes import Starter, until
@@ -54,7 +57,23 @@ class Rollout:
         return canary
 
     def set_percent(self, percent: float | None) -> None:
-        self._run(lambda connection: RedisCanary(connection).set_percent(MODEL, percent))
+        self.set_plan(None if percent is None else CanaryPlan(percent))
+
+    def set_plan(self, plan: CanaryPlan | None) -> None:
+        self._run(lambda connection: RedisCanary(connection).set_plan(MODEL, plan))
+
+    def agreement(self) -> Agreement:
+        found: Agreement = self._run(lambda connection: RedisCanary(connection).agreement(MODEL))
+        return found
+
+    def entered(self) -> list[UsageEntry]:
+        """The ledger."""
+
+        async def read(connection: Connection) -> list[UsageEntry]:
+            return [entry async for entry in LedgerReader(connection, {MODEL: 1}).entries()]
+
+        found: list[UsageEntry] = self._run(read)
+        return found
 
     def _has_beat(self, side: str) -> bool:
         command = ("HEXISTS", ShardKeys(MODEL).canary, f"beat.{side}")
@@ -152,6 +171,25 @@ def test_a_canary_gets_its_share_of_requests_and_continues_its_own_answers(
     assert rollout.stream(kill_both) == (whole, None), "no token is of the stable weights"
     rollout.stack.engines[-1].kill()
     until(rollout.answers_like(old), "the stable engine to answer in the canary's place")
+
+
+def test_greedy_answers_are_compared_and_nobody_pays_for_it(rollout: Rollout) -> None:
+    rollout.answer()
+    rollout.add_canary()
+    rollout.set_plan(CanaryPlan(0, comparisons_per_minute=60))
+    ids = set[str]()
+
+    def compared() -> bool:
+        ids.add(rollout.answer()[0])
+        return rollout.agreement().compared >= 2
+
+    until(compared, "two answers to be compared")
+    assert rollout.agreement().equal == 0, "the canary's weights are others"
+    counted = 'result="different"'
+    assert rollout.stack.gateways[0].metric("headrace_gateway_canary_comparisons_total", counted)
+    entered = rollout.entered()
+    assert {entry.tenant for entry in entered} == {"default"}
+    assert ids <= {entry.request_id for entry in entered}
 
 
 def test_an_answer_of_a_revision_that_is_gone_fails_instead_of_changing_weights(

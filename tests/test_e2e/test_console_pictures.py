@@ -65,7 +65,9 @@ def up(browser: Browser, tmp_path_factory: pytest.TempPathFactory) -> Iterator[U
 
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
-def test_views(browser: Browser, up: UpProcess, folder: Path, scheme: str) -> None:
+def test_views(
+    browser: Browser, up: UpProcess, folder: Path, scheme: Literal["light", "dark"]
+) -> None:
     until_calm(up.url)
     watched = WatchedPage(browser.new_context(viewport=SIZE, color_scheme=scheme))
     page = watched.page

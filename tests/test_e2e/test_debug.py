@@ -11,7 +11,7 @@ import httpx
 import pytest
 from typer.testing import CliRunner, Result
 
-from headrace_cli.errors import CliError
+from headrace_cli.errors import CliError, UsageError
 from headrace_cli.main import app
 from headrace_testing.headrace_up import UpProcess
 from headrace_testing.processes import until
@@ -109,6 +109,13 @@ def test_a_profile_is_a_trace_of_the_next_steps(
     assert result.exit_code == 0, result.output
     events = json.loads(file.read_text())["traceEvents"]
     assert sum(event.get("name") == "step" for event in events) >= 3
+
+
+def test_a_profile_needs_a_folder_for_its_file(tmp_path: Path) -> None:
+    result = debug("profile", str(tmp_path / "absent" / "trace.json"), "--url", "http://unasked")
+
+    assert isinstance(result.exception, UsageError)
+    assert "the folder of" in str(result.exception)
 
 
 def test_an_idle_engine_refuses_a_profile_with_the_reason(engine: str, tmp_path: Path) -> None:

@@ -18,6 +18,8 @@ from torch.nn.functional import normalize
 
 from headrace_testing.dual_encoders import Input, features, save_dual_encoder
 from headrace_testing.image_prompts import ImagePrompts, Prompt, noise, save_chat_model
+from headrace_testing.late_interaction import NAMES as LATE
+from headrace_testing.late_interaction import Reference, save_late_interaction
 from headrace_testing.processes import Starter, frozen, until
 from headrace_testing.stack import MODEL, Stack
 
@@ -157,6 +159,26 @@ def test_vectors_of_pictures_are_stored(
     states = prompts.states([*ids[:begin], picture, *ids[begin + count :]])
     found = torch.tensor(answer.json()["data"][0]["embedding"])
     torch.testing.assert_close(found, normalize(states[-1], dim=0), atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("name", LATE)
+def test_queries_and_pages_have_a_vector_for_each_token(
+    name: str, tmp_path: Path, start: Starter
+) -> None:
+    model = save_late_interaction(tmp_path / name, name)
+    reference, picture, text = Reference(model), noise(40, 32, 4), "cat sat on"
+    image = {"type": "image_url", "image_url": {"url": data_url(picture)}}
+    asked: list[tuple[dict[str, Any], torch.Tensor]] = [
+        ({"messages": [{"role": "user", "content": [image]}]}, reference.of_image(picture)),
+        ({"input": [text]}, reference.of_query(text)),
+    ]
+    with embedding(model, tmp_path, start) as stack:
+        url = stack.gateways[0].url
+        for fields, wanted in asked:
+            answer = httpx.post(f"{url}/v1/embeddings", json={"model": MODEL, **fields}, timeout=60)
+            assert answer.status_code == 200, answer.text
+            found = torch.tensor(answer.json()["data"][0]["embedding"])
+            torch.testing.assert_close(found, wanted, atol=1e-4, rtol=1e-4)
 
 
 def test_pictures_and_texts_have_vectors_in_one_space(tmp_path: Path, start: Starter) -> None:

@@ -24,6 +24,7 @@ def dashboard() -> Dashboard:
             Row("Processes", _processes()),
             Row("Starts", _starts()),
             Row("Canary", _canary()),
+            Row("Shared accelerators", _turns()),
         ),
     )
 
@@ -267,7 +268,57 @@ def _canary() -> tuple[Panel, ...]:
             ),
             unit=Unit.SECONDS,
         ),
+        Panel(
+            title="Equal answers",
+            description="Share of the greedy requests, repeated on a canary, whose answers were "
+            "those of the stable engines.",
+            queries=(Query(_equal_answers(), "equal"),),
+            unit=Unit.SHARE,
+            width=12,
+        ),
+        Panel(
+            title="First difference",
+            description="Output tokens before the first difference, of answers that were "
+            "different: median.",
+            queries=(Query(q.quantile(0.5, names.GATEWAY_CANARY_FIRST_DIFFERENCE), "tokens"),),
+            width=12,
+        ),
     )
+
+
+def _turns() -> tuple[Panel, ...]:
+    model = f"{{{{{q.MODEL}}}}}"
+    awake = q.total(q.pods(q.SLEEP_STATE, 'sleep_state="awake"'), "model_name")
+    return (
+        Panel(
+            title="Awake engines",
+            description="Engines of each model that are awake; of those that share an accelerator "
+            "one at a time.",
+            queries=(Query(awake, "{{model_name}}"),),
+        ),
+        Panel(
+            title="Turns",
+            description="Turns per second on shared accelerators, by the model that woke for it.",
+            queries=(Query(q.total(q.rate(names.ENGINE_TURNS), q.MODEL), model),),
+            unit=Unit.PER_SECOND,
+        ),
+        Panel(
+            title="Wait for a turn",
+            description="Time that requests waited until their model's engine began to wake: 95th "
+            "percentile of the turns.",
+            queries=(Query(q.quantile(0.95, names.ENGINE_TURN_WAIT, "", q.MODEL), model),),
+            unit=Unit.SECONDS,
+        ),
+    )
+
+
+def _equal_answers() -> str:
+    result = q.label(names.RESULT)
+    equal, compared = (
+        q.total(q.rate(names.GATEWAY_CANARY_COMPARISONS, f"{result}{matcher}"))
+        for matcher in ('="equal"', '!="unanswered"')
+    )
+    return q.ratio(equal, compared)
 
 
 def _share_of(metric: names.Metric, result: str) -> str:

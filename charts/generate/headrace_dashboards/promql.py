@@ -19,6 +19,7 @@ CODE = label(names.ERROR_TYPE)
 TOKEN_TYPE = label(names.TOKEN_TYPE)
 TENANT = label(names.TENANT_LABEL)
 KNOWN_TENANT = f'{TENANT}!=""'
+SLEEP_STATE = names.VLLM_SLEEP_STATE
 # Metrics of prometheus-redis-exporter, and standard metrics of every process.
 REDIS_MEMORY_USED = "redis_memory_used_bytes"
 REDIS_MEMORY_MAX = "redis_memory_max_bytes"

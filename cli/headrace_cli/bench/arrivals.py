@@ -78,8 +78,10 @@ def read_trace(path: Path) -> list[TracedRequest]:
     """
     try:
         text = path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise ValueError(f"{path}: cannot be read ({error})") from None
+    except OSError as error:
+        raise ValueError(f"{path}: cannot be read ({error.strerror})") from None
+    except UnicodeDecodeError:
+        raise ValueError(f"{path}: is not text in UTF-8") from None
     found = [_traced(row, where) for row, where in _rows(text, path)]
     if not found:
         raise ValueError(f"{path}: has no requests")

@@ -14,7 +14,7 @@ from rich.console import Console
 
 from ..errors import CliError, UsageError
 from ..extras import need
-from ..tables import Output, without_controls
+from ..tables import Output, check_folder, without_controls
 from .arrivals import Arrivals, arrival_times, read_trace
 from .client import Client, RefusedError, Server
 from .load import Load, Target, find_model, find_target, measure_words, run_load
@@ -92,10 +92,8 @@ class Files:
         if self.picture is not None:
             need("simulate", "matplotlib")
         for path in (self.report, self.picture):
-            if path is not None and not path.absolute().parent.is_dir():
-                raise UsageError(
-                    f"the folder of {path} does not exist", "make it, or choose another"
-                )
+            if path is not None:
+                check_folder(path)
 
     def write(self, document: dict[str, object], result: Report, measured: Measured) -> None:
         """Raises UsageError if a file cannot be written."""
@@ -115,7 +113,10 @@ def run_bench(config: BenchConfig, output: Output, files: Files) -> int:
     except RefusedError as error:
         raise CliError(_refused(config, error)) from error
     except OSError as error:
-        raise CliError(f"cannot load {config.url}: {error or type(error).__name__}") from error
+        reason = error.strerror or error or type(error).__name__
+        raise CliError(
+            f"cannot load {config.url}: {reason}. --url names the server; is it running?"
+        ) from error
     except ValueError as error:
         raise UsageError(str(error)) from error
     document: dict[str, object] = {"url": config.url, **asdict(result)}
@@ -179,8 +180,8 @@ class Run:
             jobs = await self._jobs(client, model)
             first, *spare = islice(jobs, load.warmup + 1)
             target = await find_target(client, model, first, load)
-            taken = ", ".join(target.features) or "OpenAI's fields only"
-            note = without_controls(f"{model} takes: {taken}")
+            taken = ", ".join(target.features) or "those of OpenAI"
+            note = without_controls(f"fields of a request that {model} accepts: {taken}")
             self._notes.print(note, markup=False, highlight=False)
             for job in spare:
                 await target.send(job, load.common_fields)

@@ -209,8 +209,10 @@ def _objects(path: Path) -> Iterator[tuple[Any, str]]:
     """The objects of a file, and where each one is."""
     try:
         text = path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise ValueError(f"{path}: cannot be read ({error})") from None
+    except OSError as error:
+        raise ValueError(f"{path}: cannot be read ({error.strerror})") from None
+    except UnicodeDecodeError:
+        raise ValueError(f"{path}: is not text in UTF-8") from None
     if text.lstrip().startswith("["):
         whole = _parsed(text, str(path))
         yield from ((row, f"{path}: entry {number}") for number, row in enumerate(whole, 1))

@@ -20,7 +20,7 @@ from ..word_wrap import WordWrapper
 from .deltas import ChatDelta, deltas, error_message
 from .input import MessageReader
 
-_HELP = '/reset begins anew, /exit ends, Ctrl-C stops an answer; several lines: \\ or """'
+_HELP = '/reset starts over, /exit ends, Ctrl-C stops an answer; several lines: \\ or """'
 _CONNECT_SECONDS = 10.0
 
 Message = dict[str, str]

@@ -4,12 +4,14 @@ from typing import Annotated
 
 import typer
 
+from ..running import DATA_DIR
 from .queues import AsJson, Model, Url, queue_session
-from .running_options import DATA_DIR, DataFolder
+from .running_options import DataFolder
 
 app = typer.Typer(
+    rich_markup_mode="markdown",
     name="adapters",
-    help="LoRA adapters that engines load while they serve.",
+    help="List, load and unload LoRA adapters while engines serve.",
     no_args_is_help=True,
 )
 
@@ -64,7 +66,7 @@ def unload(
     data_dir: DataFolder = DATA_DIR,
     as_json: AsJson = False,
 ) -> None:
-    """Serve an adapter no longer; requests that were accepted before still end."""
+    """Stop serving an adapter; requests that were accepted before are finished."""
     from ..queues.adapters import unload_adapter
 
     unload_adapter(queue_session(redis, data_dir, as_json), model, name)

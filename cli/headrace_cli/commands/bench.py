@@ -11,11 +11,11 @@ from ..bench.arrivals import Arrivals
 from ..bench.workload import MAX_REQUESTS
 from ..errors import UsageError
 from ..extras import need
-from ..running import api_url
+from ..running import DATA_DIR, api_url
 from ..tables import Output
-from .running_options import DATA_DIR, ApiKey, ApiUrl, DataFolder, ModelName
+from .running_options import ApiKey, ApiUrl, DataFolder, ModelName
 
-app = typer.Typer()
+app = typer.Typer(rich_markup_mode="markdown")
 Value = TypeVar("Value")
 _LENGTHS = "N, LOW-HIGH, or MEAN,DEVIATION"
 _CONCURRENCY = 16
@@ -30,13 +30,19 @@ def bench(
     api_key: ApiKey = None,
     concurrency: Annotated[
         int | None,
-        typer.Option(min=1, help="Most requests in flight; default: 16, with a rate no limit."),
+        typer.Option(
+            min=1, help="Most requests in flight; default: 16, or no limit with --rate or --trace."
+        ),
     ] = None,
-    rate: Annotated[float | None, typer.Option(help="Requests a second.")] = None,
+    rate: Annotated[
+        float | None, typer.Option(help="Requests a second; default: as --concurrency allows.")
+    ] = None,
     arrivals: Annotated[
-        Arrivals, typer.Option(help="How requests of a rate follow each other.")
+        Arrivals, typer.Option(help="How the requests of --rate follow each other.")
     ] = Arrivals.POISSON,
-    burst_size: Annotated[int, typer.Option(min=1, help="Requests of a burst.")] = 16,
+    burst_size: Annotated[
+        int, typer.Option(min=1, help="Requests in each burst of --arrivals burst.")
+    ] = 16,
     trace: Annotated[
         Path | None,
         typer.Option(
@@ -46,49 +52,68 @@ def bench(
     ] = None,
     requests: Annotated[
         int | None,
-        typer.Option(min=1, max=MAX_REQUESTS, help="Default: 64, with a duration no limit."),
+        typer.Option(
+            min=1,
+            max=MAX_REQUESTS,
+            help="Number of requests; default: 64, or no limit with --duration.",
+        ),
     ] = None,
     duration: Annotated[
-        float | None, typer.Option(min=0.1, help="Seconds in which requests are sent.")
+        float | None, typer.Option(min=0.1, help="Stop sending after this number of seconds.")
     ] = None,
     dataset: Annotated[
         Path | None,
         typer.Option(
-            help="JSONL or JSON of prompts: `prompt`, `messages`, or ShareGPT's `conversations`."
+            help="JSONL or JSON file of prompts: `prompt`, `messages`, or `conversations` as in "
+            "ShareGPT."
         ),
     ] = None,
     prompt_tokens: Annotated[
-        str | None, typer.Option(help=f"{_LENGTHS} of random prompts; default: 16-512.")
+        str | None, typer.Option(help=f"Length of random prompts: {_LENGTHS}; default: 16-512.")
     ] = None,
-    output_tokens: Annotated[str, typer.Option(help=f"{_LENGTHS}.")] = "16-128",
-    prefixes: Annotated[int, typer.Option(min=0, help="Beginnings that random prompts share.")] = 0,
-    prefix_tokens: Annotated[int, typer.Option(min=1, help="Length of each of them.")] = 256,
+    output_tokens: Annotated[str, typer.Option(help=f"Length of answers: {_LENGTHS}.")] = "16-128",
+    prefixes: Annotated[
+        int, typer.Option(min=0, help="Number of shared prefixes of random prompts.")
+    ] = 0,
+    prefix_tokens: Annotated[int, typer.Option(min=1, help="Length of each shared prefix.")] = 256,
     chat: Annotated[
         bool | None,
         typer.Option(
             "--chat/--completions",
-            help="Default: as the data set, else completions of random token ids.",
+            help="API to use; default: as the data set, else completions of random token ids.",
         ),
     ] = None,
-    vocab_size: Annotated[int, typer.Option(min=16, help="Random ids stay below.")] = 1000,
-    stream: Annotated[bool, typer.Option(help="Server-sent events.")] = True,
-    temperature: Annotated[float, typer.Option(min=0, help="0 is greedy.")] = 0.0,
+    vocab_size: Annotated[
+        int, typer.Option(min=16, help="Random token ids are below this number.")
+    ] = 1000,
+    stream: Annotated[bool, typer.Option(help="Ask for streams of server-sent events.")] = True,
+    temperature: Annotated[
+        float, typer.Option(min=0, help="Sampling temperature; 0 is greedy.")
+    ] = 0.0,
     extra_body: Annotated[
-        str, typer.Option(help="JSON object with more fields for every request.")
+        str, typer.Option(help="JSON object of fields to add to every request.")
     ] = "{}",
-    seed: Annotated[int, typer.Option(help="Of prompts, lengths and arrivals.")] = 0,
-    warmup: Annotated[int, typer.Option(min=0, help="Requests before those measured.")] = 2,
-    timeout: Annotated[float, typer.Option(min=0.1, help="Seconds a request.")] = 600.0,
+    seed: Annotated[int, typer.Option(help="Seed of prompts, lengths and arrivals.")] = 0,
+    warmup: Annotated[
+        int, typer.Option(min=0, help="Requests that are sent first and not measured.")
+    ] = 2,
+    timeout: Annotated[
+        float, typer.Option(min=0.1, help="Seconds that one request may take.")
+    ] = 600.0,
     slo: Annotated[
-        str | None, typer.Option(help="For goodput, as ttft:500ms,tpot:50ms,e2e:10s.")
+        str | None, typer.Option(help="Objectives for goodput, as ttft:500ms,tpot:50ms,e2e:10s.")
     ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
-    out: Annotated[Path | None, typer.Option(help="File for the JSON.")] = None,
-    png: Annotated[Path | None, typer.Option(help="File for a picture.")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the report as JSON.")] = False,
+    out: Annotated[
+        Path | None,
+        typer.Option(help="File for the report as JSON, with the times of each request."),
+    ] = None,
+    png: Annotated[Path | None, typer.Option(help="File for the report as a picture.")] = None,
 ) -> None:
-    """Load an OpenAI server: latencies, throughput, goodput.
+    """Measure an OpenAI server under load: latencies, throughput, goodput.
 
-    Nothing is retried. Exit code 1: requests failed; 2: wrong usage; 130: ended by Ctrl-C.
+    Failed requests are not retried. Exit code 1: requests failed; 2: wrong usage; 130: ended by
+    Ctrl-C.
     """
     need("up", "httptools")
     from ..bench.bench import BenchConfig, Files, Pace, Prompts, run_bench
@@ -150,7 +175,10 @@ def _parsed(option: str, parse: Callable[[str], Value], text: str) -> Value:
 
 
 def _json_object(text: str) -> dict[str, object]:
-    value = json.loads(text)
+    try:
+        value = json.loads(text)
+    except ValueError:
+        value = None
     if not isinstance(value, dict):
         raise ValueError(f"must be a JSON object, not {text!r}")
     return value

@@ -7,16 +7,17 @@ import typer
 from rich.console import Console
 
 from ..errors import UsageError
-from ..running import engine_url
-from ..tables import Output
-from .running_options import DATA_DIR, DataFolder
+from ..running import DATA_DIR, engine_url
+from ..tables import Output, check_folder
+from .running_options import DataFolder
 
 if TYPE_CHECKING:
     from ..engine_inside import EngineInside
 
 app = typer.Typer(
+    rich_markup_mode="markdown",
     name="debug",
-    help="The inside of a running engine, by the port of its metrics: /debug/... there.",
+    help="Show the steps and requests inside a running engine, or record a profile.",
     no_args_is_help=True,
 )
 
@@ -25,11 +26,12 @@ Url = Annotated[
     typer.Option(
         "--url",
         envvar="HEADRACE_ENGINE_METRICS_URL",
-        help="The engine's metrics port; default: of a running `headrace up`.",
+        help="URL of the engine's metrics port; default: that of a running `headrace up`.",
     ),
 ]
 Engine = Annotated[
-    str | None, typer.Option("--engine", help="Such as engine-1; default: the first.")
+    str | None,
+    typer.Option("--engine", help="Name of the engine, such as engine-1; default: the first."),
 ]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 
@@ -39,10 +41,10 @@ def steps(
     url: Url = None,
     data_dir: DataFolder = DATA_DIR,
     engine: Engine = None,
-    last: Annotated[int, typer.Option(min=1, max=512, help="How many.")] = 20,
+    last: Annotated[int, typer.Option(min=1, max=512, help="Number of steps.")] = 20,
     as_json: AsJson = False,
 ) -> None:
-    """The last steps: what each computed, how long it took, and what remained to do."""
+    """Show the last steps: what each computed, how long it took, and what remained to do."""
     from ..engine_inside import show_steps
 
     show_steps(_inside(url, data_dir, engine), Output(as_json), last)
@@ -55,7 +57,7 @@ def requests(
     engine: Engine = None,
     as_json: AsJson = False,
 ) -> None:
-    """The requests that the engine has, and the time since their last output."""
+    """Show the requests of an engine, and the time since their last output."""
     from ..engine_inside import show_requests
 
     show_requests(_inside(url, data_dir, engine), Output(as_json))
@@ -67,10 +69,11 @@ def profile(
     url: Url = None,
     data_dir: DataFolder = DATA_DIR,
     engine: Engine = None,
-    steps: Annotated[int, typer.Option(min=1, max=1000, help="How many to record.")] = 20,
+    steps: Annotated[int, typer.Option(min=1, max=1000, help="Number of steps to record.")] = 20,
     timeout: Annotated[int, typer.Option(min=1, max=300, help="Seconds to wait for them.")] = 60,
 ) -> None:
     """Record the next steps; open the file with chrome://tracing or Perfetto."""
+    check_folder(file)
     trace = _inside(url, data_dir, engine).profile(steps, timeout)
     try:
         file.write_bytes(trace)

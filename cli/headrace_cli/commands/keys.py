@@ -9,8 +9,9 @@ import typer
 from ..tables import Output
 
 app = typer.Typer(
+    rich_markup_mode="markdown",
     name="keys",
-    help="API keys of the gateways: in a file, or as the manifest of a Kubernetes Secret.",
+    help="Create, list and revoke API keys, in a file or as a Kubernetes Secret.",
     no_args_is_help=True,
 )
 
@@ -49,16 +50,21 @@ def create(
     model: Annotated[
         list[str] | None, typer.Option(help="A model that it may use, repeatable; default: all.")
     ] = None,
-    requests_per_minute: Annotated[int | None, typer.Option(min=1)] = None,
-    tokens_per_minute: Annotated[
-        int | None, typer.Option(min=1, help="Prompt and output tokens together.")
+    requests_per_minute: Annotated[
+        int | None, typer.Option(min=1, help="Requests that it may send in a minute.")
     ] = None,
-    concurrency: Annotated[int | None, typer.Option(min=1, help="Requests at once.")] = None,
+    tokens_per_minute: Annotated[
+        int | None,
+        typer.Option(min=1, help="Prompt and output tokens that it may use in a minute."),
+    ] = None,
+    concurrency: Annotated[
+        int | None, typer.Option(min=1, help="Requests that it may have at once.")
+    ] = None,
     prompt_tokens_per_day: Annotated[
-        int | None, typer.Option(min=1, help="Prompt tokens of a day in UTC.")
+        int | None, typer.Option(min=1, help="Prompt tokens that it may use in a day (UTC).")
     ] = None,
     output_tokens_per_day: Annotated[
-        int | None, typer.Option(min=1, help="Output tokens of a day in UTC.")
+        int | None, typer.Option(min=1, help="Output tokens that it may use in a day (UTC).")
     ] = None,
     priority_ceiling: Annotated[
         int, typer.Option(help="Most urgent priority that it may ask for; lower is sooner.")
@@ -67,13 +73,14 @@ def create(
         bool, typer.Option("--admin", help="It may change what is served to all tenants.")
     ] = False,
     expires: Annotated[
-        str | None, typer.Option(help="As 90d, 12h or 2027-01-31T12:00:00Z; default: never.")
+        str | None,
+        typer.Option(help="Time of expiry: 90d, 12h or 2027-01-31T12:00:00Z; default: never."),
     ] = None,
     secret: SecretName = None,
     namespace: Namespace = None,
     as_json: AsJson = False,
 ) -> None:
-    """Make a key; it is shown once."""
+    """Create a key and print it; it cannot be shown again."""
     from headrace_common.config.api_keys import KeyLimits
 
     from ..key_files.keys import KeyRecords, KeyStorage, fields_of

@@ -5,15 +5,17 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from ..running import DATA_DIR
 from ..tables import Output
-from .running_options import DATA_DIR, DataFolder
+from .running_options import DataFolder
 
 if TYPE_CHECKING:
     from ..queues.queues import QueueSession
 
 app = typer.Typer(
+    rich_markup_mode="markdown",
     name="queue",
-    help="The queues of a running system: show, replay and delete requests.",
+    help="Show, replay and delete requests in the queues of a running system.",
     no_args_is_help=True,
 )
 
@@ -76,7 +78,7 @@ def peek(
 
 @app.command(epilog="Example: headrace queue record --model m --seconds 3600 --output trace.csv")
 def record(
-    output: Annotated[Path, typer.Option(help="CSV file to make.")],
+    output: Annotated[Path, typer.Option(help="CSV file to write.")],
     model: Model = None,
     seconds: Annotated[
         float | None, typer.Option(min=0, help="How long to record; default: until Ctrl-C.")

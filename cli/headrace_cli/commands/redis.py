@@ -4,12 +4,14 @@ from typing import Annotated
 
 import typer
 
+from ..running import DATA_DIR
 from .queues import Url, queue_session
-from .running_options import DATA_DIR, DataFolder
+from .running_options import DataFolder
 
 app = typer.Typer(
+    rich_markup_mode="markdown",
     name="redis",
-    help="Redis users of roles, and of the engines of one model.",
+    help="Print Redis users, and grant or revoke the registration of a model.",
     no_args_is_help=True,
 )
 

@@ -7,7 +7,6 @@ import typer
 
 from ..running import DEFAULT_URL
 
-DATA_DIR = Path(".headrace")
 DataFolder = Annotated[Path, typer.Option("--data-dir", help="The data folder of `headrace up`.")]
 ApiUrl = Annotated[
     str | None,
@@ -18,8 +17,10 @@ ApiUrl = Annotated[
     ),
 ]
 ModelName = Annotated[
-    str | None, typer.Option("--model", help="Default: the first model that is served.")
+    str | None,
+    typer.Option("--model", help="Name of the model; default: the first that is served."),
 ]
 ApiKey = Annotated[
-    str | None, typer.Option("--api-key", envvar="OPENAI_API_KEY", help="Sent as a bearer token.")
+    str | None,
+    typer.Option("--api-key", envvar="OPENAI_API_KEY", help="API key, sent as a bearer token."),
 ]

@@ -11,8 +11,9 @@ if TYPE_CHECKING:
     from ..key_files.sealing import KeyringCommands
 
 app = typer.Typer(
+    rich_markup_mode="markdown",
     name="sealing",
-    help="Keys with which gateways and engines seal prompts and answers in Redis.",
+    help="Manage the keys that encrypt prompts and answers in Redis.",
     no_args_is_help=True,
 )
 
@@ -26,7 +27,7 @@ AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 
 @app.command(epilog="Example: headrace sealing create --file sealing.json")
 def create(file: File, as_json: AsJson = False) -> None:
-    """Make a file with one key."""
+    """Create a file with one key."""
     _keyring(file, as_json).create()
 
 

@@ -7,11 +7,11 @@ import typer
 from rich.console import Console
 
 from ..extras import need
-from ..running import api_url
+from ..running import DATA_DIR, api_url
 from ..tables import Output
-from .running_options import DATA_DIR, ApiKey, ApiUrl, DataFolder
+from .running_options import ApiKey, ApiUrl, DataFolder
 
-app = typer.Typer()
+app = typer.Typer(rich_markup_mode="markdown")
 
 
 @app.command(epilog="Example: headrace top --url http://headrace.example.com --api-key sk-...")
@@ -19,7 +19,7 @@ def top(
     url: ApiUrl = None,
     data_dir: DataFolder = DATA_DIR,
     api_key: ApiKey = None,
-    once: Annotated[bool, typer.Option("--once", help="Print one table, then end.")] = False,
+    once: Annotated[bool, typer.Option("--once", help="Print one table and exit.")] = False,
     as_json: Annotated[
         bool, typer.Option("--json", help="Print a line of JSON for each snapshot.")
     ] = False,

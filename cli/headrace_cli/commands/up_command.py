@@ -24,6 +24,9 @@ HELP = "--help"
 class UpCommand(TyperCommand):
     """A command that keeps flags that are not its own for `passed_on`."""
 
+    def collect_usage_pieces(self, ctx: Any) -> list[str]:
+        return ["[MODEL]", *super().collect_usage_pieces(ctx)]
+
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         if ctx.resilient_parsing or HELP in args:
             return super().parse_args(ctx, args)

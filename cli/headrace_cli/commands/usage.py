@@ -6,12 +6,14 @@ from typing import Annotated
 import typer
 
 from ..errors import UsageError
+from ..running import DATA_DIR
 from .queues import Models, Url, queue_session
-from .running_options import DATA_DIR, DataFolder
+from .running_options import DataFolder
 
 app = typer.Typer(
+    rich_markup_mode="markdown",
     name="usage",
-    help="The ledger: what each request used, by key, tenant and model.",
+    help="Report or export what requests used, by key, tenant and model.",
     no_args_is_help=True,
 )
 
@@ -21,10 +23,10 @@ _BY = ("day", "key", "tenant", "model", "adapter", "outcome")
 @app.command(epilog="Example: headrace usage report --since 30d --by day,tenant --format csv")
 def report(
     since: Annotated[
-        str, typer.Option(help="From when on: 24h, 7d, or a day or time (ISO 8601, UTC).")
+        str, typer.Option(help="Start of the report: 24h, 7d, or a day or time (ISO 8601, UTC).")
     ] = "7d",
     by: Annotated[
-        str, typer.Option(help=f"What to sum by: {', '.join(_BY)}; with commas.")
+        str, typer.Option(help=f"What to sum by, separated by commas: {', '.join(_BY)}.")
     ] = "day,tenant,model",
     entries: Annotated[
         bool, typer.Option("--entries", help="One row for each entry instead of sums.")

@@ -83,7 +83,8 @@ class Tour:
             self._note(f"{answer.question}  {answer.size} bytes, sha256 {answer.digest}")
         await self._say(
             "\n3. The same answers again. In the middle, the engine of the first one gets SIGKILL. "
-            f"(All have {MAX_TOKENS} tokens, past their end, so that there is time for it.)\n"
+            f"(Each answer goes on to {MAX_TOKENS} tokens, so that there is time for it; the text "
+            "after its natural end makes no sense.)\n"
         )
         for _ in range(_ATTEMPTS):
             kill_once = _KillOnce(stack, self._out)

@@ -28,7 +28,7 @@ class ProcessArguments:
     """The command lines of engines and gateways, and what `up` must know of the engines.
 
     `threads` None means that engines may use all cores. `api_keys` says whether requests need a
-    key.
+    key, `console` whether gateways serve the console.
     """
 
     engine: tuple[str, ...] = ()
@@ -38,6 +38,7 @@ class ProcessArguments:
     nnodes: int = 1
     threads: int | None = None
     api_keys: bool = False
+    console: bool = True
 
 
 ENGINE = ProcessSettings(Process.ENGINE)
@@ -82,4 +83,5 @@ def assigned(flags: Sequence[Flag], own: Sequence[Flag]) -> ProcessArguments:
         nnodes=settings.nnodes,
         threads=settings.threads,
         api_keys=served.api_keys_file is not None,
+        console=served.console,
     )

@@ -19,7 +19,7 @@ from headrace_common.sealing.sealer import NULL_SEALER, Sealer, SealingError
 
 from ..datadir import DataDir
 from ..errors import CliError, UsageError
-from ..running import find_running
+from ..running import find_named, find_running
 from ..servers.valkey import socket_url
 from ..tables import Output, plain_table
 
@@ -73,14 +73,18 @@ class QueueSession:
 
 
 def queue_url(given: str | None, data_dir: Path) -> str:
-    """The given URL, else that of a `headrace up` that runs with this folder."""
+    """The given URL, else that of a `headrace up` that runs with this folder, else the default.
+
+    Raises UsageError if nothing runs with a folder other than the default one.
+    """
     if given is not None:
         return given
-    if running := find_running(data_dir):
-        return running.redis
-    # An `up` that has not started all processes yet.
+    # An `up` that has not started all processes yet has a socket only.
     socket = DataDir(data_dir).queue / SOCKET
-    return socket_url(socket) if socket.exists() else DEFAULT_URL
+    if find_running(data_dir) is None and socket.exists():
+        return socket_url(socket)
+    running = find_named(data_dir)
+    return DEFAULT_URL if running is None else running.redis
 
 
 def show_status(session: QueueSession, models: Sequence[str] | None) -> None:

@@ -44,13 +44,13 @@ class LiveStream:
                     raise _refused(self._url, response.status_code, await response.aread())
                 async for data in event_data(response.aiter_lines()):
                     yield data, _parsed(self._url, data)
+        except (httpx.InvalidURL, httpx.UnsupportedProtocol) as error:
+            raise CliError(f"--url must be http(s)://host[:port], not {self._url!r}") from error
         except httpx.TransportError as error:
             raise Disconnected(
                 f"cannot reach {self._url}: {error or type(error).__name__}. Is `headrace up` "
                 "running? Name another deployment with --url"
             ) from error
-        except httpx.InvalidURL as error:
-            raise CliError(f"--url must be http(s)://host[:port], not {self._url!r}") from error
         raise Disconnected(f"{self._url} ended the stream")
 
 

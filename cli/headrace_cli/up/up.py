@@ -8,8 +8,10 @@ engines, queue. Every wait ends immediately when a child gives up or a signal co
 import asyncio
 import json
 import os
+import shutil
 import signal
 import socket
+import sys
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from contextlib import ExitStack, suppress
 from pathlib import Path
@@ -100,7 +102,7 @@ class Up:
             await self._or_stop(until_healthy(client, f"{self._config.url}/health/ready"))
         system = self._system(redis_url)
         self._described.enter_context(described(system, self._data))
-        self._report.block(welcome(self._config, system))
+        self._report.block(welcome(self._config, system, program()))
 
     def _system(self, redis_url: str) -> RunningSystem:
         config = self._config
@@ -238,17 +240,33 @@ async def until_healthy(client: httpx.AsyncClient, url: str) -> None:
         await asyncio.sleep(_PROBE_SECONDS)
 
 
-def welcome(config: UpConfig, system: RunningSystem) -> str:
-    """The text that shows how to use the running service."""
+def program() -> str:
+    """The command that started this process, as a person can type it here.
+
+    It is a path if the `headrace` on the PATH is another one, or none.
+    """
+    typed, found = Path(sys.argv[0]), shutil.which("headrace")
+    if typed.name != "headrace" or not typed.is_file():
+        return "headrace"
+    if found is not None and typed.samefile(found):
+        return "headrace"
+    return str(typed)
+
+
+def welcome(config: UpConfig, system: RunningSystem, headrace: str) -> str:
+    """The text that shows how to use the running service. `headrace` is the command to type."""
     url = config.url
     message = {"role": "user", "content": "Hello!"}
     body = json.dumps({"model": config.model_name, "messages": [message]})
-    chat = "headrace chat" if config.port == 8000 else f"headrace chat --url {url}/v1"
-    lines = [f"{config.model_name} is served at {url}/v1 (OpenAI API)", ""]
+    chat = f"{headrace} chat" if config.port == 8000 else f"{headrace} chat --url {url}/v1"
+    lines = [f"{config.model_name} is served at {url}/v1 (OpenAI API)"]
+    if config.arguments.console:
+        lines.append(f"Open {url} in a browser for the console: chat, live view, requests")
+    lines.append("")
     key = []
     if system.api_keys:
         lines += [
-            "Requests need an API key; `headrace keys create NAME --file FILE` makes one:",
+            f"Requests need an API key; `{headrace} keys create NAME --file FILE` makes one:",
             "  export OPENAI_API_KEY=...",
         ]
         key = ['    -H "Authorization: Bearer $OPENAI_API_KEY" \\']

@@ -4,7 +4,7 @@ from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
-from ..text.checkpoint import PREPROCESSOR_FILE, PROCESSOR_FILE, CheckpointFiles
+from ..text.checkpoint import PREPROCESSOR_FILE, PROCESSOR_FILE, CheckpointFiles, base_config
 from ..text.errors import TokenizerError
 from ..text.tokenizer import Tokenizer
 from .dual import DualImages
@@ -16,6 +16,7 @@ from .idefics3 import Idefics3Images
 from .layout import ImageFormat, PromptTokens
 from .llama4 import Llama4Images
 from .llava_onevision import LlavaOnevisionImages
+from .paligemma import PaliGemmaImages
 from .pixtral import PixtralImages
 from .qwen_vl import QwenVLImages
 
@@ -24,6 +25,8 @@ FamilyReader = Callable[[FamilyFiles], ImageFormat | None]
 # By the model_type of config.json.
 FAMILIES: dict[str, FamilyReader] = {
     "clip": DualImages.from_files,
+    "colpali": PaliGemmaImages.from_files,
+    "colqwen2": QwenVLImages.from_files,
     "gemma3": Gemma3Images.from_files,
     "gemma4": Gemma4Images.from_files,
     "glm4v": Glm4vImages.from_files,
@@ -83,7 +86,7 @@ def image_format(
         return None
     return family(
         FamilyFiles(
-            config=config,
+            config=base_config(config),
             processor=processor,
             image_processor=image_processor,
             tokens=tokens,

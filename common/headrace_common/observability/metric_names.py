@@ -251,6 +251,20 @@ GATEWAY_PLACEMENT_TOKENS = Metric(
     "engine, as engines tell), expected (cached by the engine that took the request, as it told), "
     "found (that it had cached).",
 )
+GATEWAY_CANARY_COMPARISONS = Metric(
+    "headrace.gateway.canary.comparisons",
+    MetricKind.COUNTER,
+    "{request}",
+    "Greedy requests of stable engines that this gateway repeated on a canary, by result: equal, "
+    "different, unanswered (not in time, or the repetition failed).",
+)
+GATEWAY_CANARY_FIRST_DIFFERENCE = Metric(
+    "headrace.gateway.canary.first_difference",
+    MetricKind.HISTOGRAM,
+    "{token}",
+    "Output tokens before the first difference, of answers of a canary that were different.",
+    _STEP_TOKENS,
+)
 GATEWAY_GRAMMAR_CHECKS = Metric(
     "headrace.gateway.grammar_checks",
     MetricKind.COUNTER,
@@ -396,6 +410,21 @@ ENGINE_TIME_PER_OUTPUT_TOKEN = Metric(
     "Mean time per output token after the first, one value a request, by variant.",
     _OUTPUT_TOKEN_SECONDS,
 )
+# Of engines that take turns on a shared accelerator.
+ENGINE_TURNS = Metric(
+    "headrace.engine.turns",
+    MetricKind.COUNTER,
+    "{turn}",
+    "Times that this engine woke for its turn on a shared accelerator.",
+)
+ENGINE_TURN_WAIT = Metric(
+    "headrace.engine.turn.wait",
+    MetricKind.HISTOGRAM,
+    "s",
+    "Time that requests waited for a turn of this engine before it began to wake: the oldest one, "
+    "since it came or since the turn before.",
+    _PHASE_SECONDS,
+)
 ENGINE_PREEMPTIONS = Metric(
     "headrace.engine.preemptions",
     MetricKind.COUNTER,
@@ -518,6 +547,8 @@ GATEWAY_METRICS = (
     GATEWAY_GRAMMAR_CHECKS,
     GATEWAY_IMAGES,
     GATEWAY_PLACEMENT_TOKENS,
+    GATEWAY_CANARY_COMPARISONS,
+    GATEWAY_CANARY_FIRST_DIFFERENCE,
 )
 # With API keys on, these carry TENANT_LABEL: the tenants of the keys, or OTHER_TENANTS. The others
 # do not, because their histograms would have too many series.
@@ -554,6 +585,8 @@ ENGINE_METRICS = (
     ENGINE_REQUESTS_ENDED,
     ENGINE_TIME_TO_FIRST_TOKEN,
     ENGINE_TIME_PER_OUTPUT_TOKEN,
+    ENGINE_TURNS,
+    ENGINE_TURN_WAIT,
     ENGINE_PREEMPTIONS,
     ENGINE_PREFIX_CACHE_TOKENS,
     ENGINE_PREFIX_CACHE_HITS,

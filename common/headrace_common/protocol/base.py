@@ -168,6 +168,8 @@ class EngineStatus:
     engine takes from the first `shards` shards of its model's queue, and may take from more. `name`
     is for people; it may be empty. `shows_batch` says that it writes snapshots after a Watch.
     `sleep_level` is above 0 while it sleeps, and already or still while it falls asleep or wakes.
+    `time_to_turn` is in how many seconds it will be awake at the latest, if it shares its
+    accelerator, sleeps and has work; else 0.
     `variant` is its side (`variants`). `kv_role` is one of KVRole; a consumer computes prompts of
     up to `max_local_prefill_length` tokens itself.
     """
@@ -186,6 +188,7 @@ class EngineStatus:
     name: str = ""
     shows_batch: bool = False
     sleep_level: int = 0
+    time_to_turn: float = 0.0
     variant: str = ""
     kv_role: str = "kv_both"
     max_local_prefill_length: int = 0
@@ -193,6 +196,15 @@ class EngineStatus:
     @property
     def takes_work(self) -> bool:
         return not self.draining and not self.sleep_level
+
+
+@dataclass(frozen=True, slots=True)
+class CanaryPlan:
+    """The percentage of new requests for a model's canary, and how many requests of the stable
+    engines are repeated on it each minute."""
+
+    percent: float = 0.0
+    comparisons_per_minute: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -392,8 +404,8 @@ class GatewayQueue(Protocol):
 
     async def engines(self, model: str) -> Sequence[EngineStatus]: ...
 
-    async def canary_percent(self, model: str) -> float:
-        """The percentage of the model's requests that is meant for a canary."""
+    async def canary_plan(self, model: str) -> CanaryPlan:
+        """What is meant for the model's canary."""
 
     async def drain_rate(self, model: str) -> float:
         """Requests per second that have lately left the queue; 0 if unknown."""

@@ -7,6 +7,8 @@ from ..errors import MessageError, QueueFull
 from ..wire.keys import shard_of
 from ..wire.messages import GenerateRequest, pack_tokens
 
+UNKNOWN_RATE_S = 5.0  # after which a refused request may be sent again
+
 
 def priority_class(priority: int) -> int:
     """The queue for a request's priority: 1 sooner, 2 normal, 3 later."""
@@ -26,7 +28,7 @@ def queue_full(
 
     At `rate` ended requests per second, the client should retry when a tenth of them has ended.
     """
-    retry_after = min(60.0, max(1.0, waiting / 10 / rate)) if rate > 0 else 5.0
+    retry_after = min(60.0, max(1.0, waiting / 10 / rate)) if rate > 0 else UNKNOWN_RATE_S
     whose = "of this tenant " if tenant else ""
     message = f"{waiting} requests {whose}wait for {request.model}; try again later"
     return QueueFull(message, retry_after=retry_after, tenant=tenant)

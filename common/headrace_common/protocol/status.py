@@ -1,5 +1,6 @@
 """An engine's status as bytes."""
 
+import math
 from dataclasses import asdict, fields
 from typing import Any
 
@@ -24,6 +25,7 @@ _LATER = {
     "name": "",
     "shows_batch": False,
     "sleep_level": 0,
+    "time_to_turn": 0.0,
     "variant": "",
     "kv_role": "kv_both",
     "max_local_prefill_length": 0,
@@ -52,6 +54,8 @@ def decode_status(data: bytes) -> EngineStatus:
             raise MessageError(f"engine status: {name} is missing or of another type")
     if not 0 < body["shards"] <= MAX_SHARDS:
         raise MessageError(f"engine status: shards must be 1 to {MAX_SHARDS}")
+    if not 0 <= body["time_to_turn"] < math.inf:
+        raise MessageError("engine status: time_to_turn must be 0 or more seconds")
     for name in ("name", "variant"):
         if len(body[name]) > MAX_NAME_CHARS:
             raise MessageError(f"engine status: {name} has over {MAX_NAME_CHARS} characters")

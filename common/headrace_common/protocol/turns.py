@@ -5,8 +5,8 @@ All times are Unix seconds of one clock.
 """
 
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, replace
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,3 +87,59 @@ def next_holder(
     if awake >= bounds.max_awake or urgency(first) < urgency(own):
         return first.engine_id
     return turn.holder
+
+
+@dataclass(frozen=True, slots=True)
+class SwitchTimes:
+    """Seconds that an engine waits at most for its running requests before it sleeps, and that it
+    takes to wake."""
+
+    finish: float
+    wake: float
+
+
+_EPSILON = 1e-6  # seconds
+
+
+def time_to_turn(
+    engine_id: str,
+    members: Sequence[Member],
+    turn: Turn,
+    bounds: TurnBounds,
+    now: float,
+    times: SwitchTimes,
+) -> float:
+    """Seconds until a member that sleeps is awake, by `next_holder`, if what waits for each member
+    stays as it is; less if others run out of work before. 0 if nothing waits for this one."""
+    known = {member.engine_id: member for member in members}
+    if engine_id not in known or known[engine_id].demand is None:
+        return 0.0
+    at = now
+    while turn.holder != engine_id:
+        holder = next_holder(list(known.values()), turn, bounds, at)
+        assert holder is not None, "something waits"
+        if turn.holder is None:
+            turn = Turn(holder, at, turn.last)
+            at += times.wake
+        elif holder == turn.holder:
+            at = min(each for each in _changes(known.values(), turn, bounds) if each > at)
+            at += _EPSILON
+        else:
+            leaver = known.get(turn.holder, Member(turn.holder))
+            if leaver.running or leaver.demand is not None:
+                at += times.finish
+            known[leaver.engine_id] = replace(leaver, ended=at)
+            turn = Turn(None, 0.0, leaver.engine_id)
+    return at - now
+
+
+def _changes(members: Collection[Member], turn: Turn, bounds: TurnBounds) -> list[float]:
+    """When the decision about a turn may change though nothing else does."""
+    waiting = [member for member in members if member.demand is not None]
+    patience = bounds.max_awake * max(1, len(members) - 1)
+    found = [turn.since + bounds.min_awake, turn.since + bounds.max_awake]
+    for member in waiting:
+        assert member.demand is not None
+        found.append(max(member.demand.since, member.ended) + patience)
+        found.append(member.demand.deadline - bounds.max_awake)
+    return found

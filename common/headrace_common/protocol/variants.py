@@ -7,11 +7,32 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
 
+from ..wire.messages import GenerateRequest
 from .base import EngineStatus
 
 STABLE, CANARY = "", "canary"
 """The variants of engines, and so the sides of requests."""
 MAX_PERCENT = 100
+COMPARISON_TENANT = "_canary"
+"""The tenant of requests that gateways repeat on a canary. No API key can name it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Agreement:
+    """How many answers of a canary were those of the stable engines, and how many were not."""
+
+    equal: int = 0
+    different: int = 0
+
+    @property
+    def compared(self) -> int:
+        return self.equal + self.different
+
+    def since(self, before: "Agreement") -> "Agreement":
+        """What was added since `before`; all of it if the counts have begun again."""
+        if self.equal < before.equal or self.different < before.different:
+            return self
+        return Agreement(self.equal - before.equal, self.different - before.different)
 
 
 @dataclass(slots=True)
@@ -26,6 +47,11 @@ class EngineSide:
     weights: str = ""
     alone: bool = False
     canary_wanted: bool = False
+
+
+def is_comparison(request: GenerateRequest) -> bool:
+    """Whether a gateway made the request itself, to compare a canary's answer."""
+    return request.tenant == COMPARISON_TENANT
 
 
 def drawn(request_id: str, percent: float) -> bool:

@@ -9,11 +9,13 @@ from dataclasses import dataclass
 from .params import SamplingError
 
 MAX_EMBEDDING_SIZE = 65_536
+# The most numbers of all vectors of one input, of models that make one for each token.
+MAX_VECTORS_SIZE = 2**20
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PoolingParams:
-    """Requests one vector instead of tokens. `dimensions` None: the model's own length.
+    """Requests vectors instead of tokens. `dimensions` None: the model's own length.
 
     Raises SamplingError for a value out of range.
     """

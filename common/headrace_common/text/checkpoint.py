@@ -187,3 +187,10 @@ def is_cross_encoder(config: Mapping[str, Any]) -> bool:
     count = len(labels) if isinstance(labels, Mapping) else config.get("num_labels")
     name = names[0] if isinstance(names, list) and names else None
     return count == 1 and isinstance(name, str) and name.endswith("ForSequenceClassification")
+
+
+def base_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The part of config.json about the decoder and the vision tower: models that add a layer to
+    another model have that one's fields in `vlm_config`."""
+    inner = config.get("vlm_config")
+    return inner if isinstance(inner, Mapping) else config

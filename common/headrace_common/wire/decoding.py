@@ -10,7 +10,7 @@ import msgpack
 
 from ..errors import FailureCode, MessageError
 from ..sampling.params import MAX_CHOICES, MAX_LOGPROBS
-from ..sampling.pooling import MAX_EMBEDDING_SIZE
+from ..sampling.pooling import MAX_VECTORS_SIZE
 from .messages import (
     MAX_ID_CHARS,
     MAX_MESSAGE_BYTES,
@@ -29,7 +29,7 @@ from .messages import (
 MAX_TEXT_CHARS = 4096
 MAX_TOKEN_ID = 2**32 - 1
 _MOST = 2**53
-_MAX_EMBEDDING = 4 * MAX_EMBEDDING_SIZE
+_MAX_EMBEDDING = 4 * MAX_VECTORS_SIZE
 FINISH_REASONS = frozenset({"stop", "length"})
 
 # Kinds of replies.
@@ -177,7 +177,7 @@ def _to_embedding(value: object) -> bytes | None:
     if value is None:
         return None
     if not isinstance(value, bytes) or len(value) % 4 or not 0 < len(value) <= _MAX_EMBEDDING:
-        raise MessageError(f"an embedding must be 1 to {MAX_EMBEDDING_SIZE} packed float32")
+        raise MessageError(f"an embedding must be 1 to {MAX_VECTORS_SIZE} packed float32")
     return value
 
 

@@ -312,9 +312,16 @@ class ShardKeys:
 
     @property
     def canary(self) -> str:
-        """Hash, only in shard 0: the canary's percentage of the requests, and when each side's
-        engines last wrote a beat (Redis' time, ms). No expiry."""
+        """Hash, only in shard 0: the canary's percentage of the requests, the comparisons per
+        minute, how many were made and were equal, and when each side's engines last wrote a beat
+        (Redis' time, ms). No expiry."""
         return f"cy:{self.tag}"
+
+    @property
+    def comparing(self) -> str:
+        """Empty string, only in shard 0: while it exists, no gateway repeats a request on the
+        canary. Lives for the interval between two comparisons."""
+        return f"cc:{self.tag}"
 
     @property
     def decision(self) -> str:

@@ -107,14 +107,16 @@ def attend(
     """Computes causal attention of the last n positions: query [n, Hq, D], keys and values [L, Hkv,
     D]."""
     n, heads, dim = query.shape
-    grouped = query.float().view(n, keys.shape[1], -1, dim)
-    scores = torch.einsum("nhgd,lhd->hgnl", grouped, keys) * params.scale
+    length, kv_heads = keys.shape[:2]
+    grouped = query.float().view(n, kv_heads, -1, dim).permute(1, 2, 0, 3).flatten(1, 2)
+    scores = (grouped @ keys.permute(1, 2, 0)).view(kv_heads, -1, n, length) * params.scale
     if params.softcap is not None:
         scores = torch.tanh(scores / params.softcap) * params.softcap
-    scores = scores.masked_fill(~_visible(n, keys.shape[0], params, query.device), -torch.inf)
-    weights = _softmax(scores, params.sinks)
-    attended = torch.einsum("hgnl,lhd->nhgd", weights, values)
-    return attended.reshape(n, heads, -1).to(query.dtype)
+    if n > 1 or params.span is not None:  # the last position alone sees every key
+        scores = scores.masked_fill(~_visible(n, length, params, query.device), -torch.inf)
+    weights = _softmax(scores, params.sinks).flatten(1, 2)
+    attended = (weights @ values.transpose(0, 1)).view(kv_heads, -1, n, values.shape[-1])
+    return attended.permute(2, 0, 1, 3).reshape(n, heads, -1).to(query.dtype)
 
 
 def _softmax(scores: torch.Tensor, sinks: torch.Tensor | None) -> torch.Tensor:

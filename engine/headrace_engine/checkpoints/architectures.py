@@ -727,6 +727,7 @@ _GLM4V_MOE = replace(
 _KIMI = dict.fromkeys(("kimi_k2", "deepseek_v3"), ARCHITECTURES["DeepseekV3ForCausalLM"])
 # The decoders of multimodal models by their text_config's model_type; the first if it has none.
 MULTIMODAL: dict[str, dict[str, Architecture]] = {
+    "ColQwen2ForRetrieval": {"qwen2_vl_text": _QWEN2_VL},
     "Gemma3ForConditionalGeneration": {"gemma3_text": ARCHITECTURES["Gemma3ForCausalLM"]},
     "Glm4vForConditionalGeneration": _GLM4V,
     "Glm4vMoeForConditionalGeneration": {"glm4v_moe_text": _GLM4V_MOE},

@@ -16,6 +16,7 @@ from headrace_common.text.checkpoint import MODEL_FILES, is_cross_encoder
 from headrace_common.text.errors import TokenizerError
 from headrace_common.text.gguf.files import find_gguf, is_gguf, read_gguf_configs
 from headrace_common.text.gguf.hub import fetch, fetch_only, hub_file
+from headrace_common.text.late_interaction import token_vector_size
 
 from ..core.errors import CheckpointError, CheckpointNotFound, ConfigError
 
@@ -57,6 +58,15 @@ class Checkpoint:
     def scores_pairs(self) -> bool:
         """Whether the checkpoint is a cross-encoder: a classifier with a single label."""
         return is_cross_encoder(self.config)
+
+    @property
+    def token_vector_size(self) -> int | None:
+        """How many numbers the vector of each token has in a model of late interaction; None for
+        another kind of model."""
+        try:
+            return token_vector_size(self.config)
+        except TokenizerError as error:
+            raise ConfigError(f"{self.folder}/{error}") from error
 
     @property
     def dtype_name(self) -> str | None:

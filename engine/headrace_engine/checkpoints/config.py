@@ -298,9 +298,11 @@ def _text_part(fields: Fields, decoders: Mapping[str, Architecture]) -> tuple[Fi
     """A multimodal model's decoder. Old checkpoints have its fields beside those of the other
     parts."""
     first = next(iter(decoders))
+    if "vlm_config" in fields:
+        fields = fields.part("vlm_config")
     if "text_config" not in fields:
         return fields, decoders[first]
-    fields = Fields(fields.path, fields.object("text_config"), prefix="text_config.")
+    fields = fields.part("text_config")
     family = decoders.get(str(fields.get("model_type", first)))
     if family is None:
         raise fields.error("model_type", f"one of {', '.join(decoders)}")

@@ -98,6 +98,10 @@ class Fields:
             return default
         return None if self._content[name] is None else self.integer(name)
 
+    def part(self, name: str) -> "Fields":
+        """The fields of an object in this one."""
+        return Fields(self.path, self.object(name), prefix=f"{self._prefix}{name}.")
+
     def object(self, name: str) -> JsonObject:
         value = self.get(name, {})
         if not isinstance(value, dict):

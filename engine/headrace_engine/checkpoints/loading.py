@@ -84,16 +84,22 @@ def _ask(wanted: FileRange) -> None:
         os.posix_fadvise(file.fileno(), wanted.start, length, os.POSIX_FADV_WILLNEED)
 
 
-def data_ranges(file: Path) -> dict[str, FileRange]:
-    """The byte range of each tensor in a safetensors file whose header has been checked."""
+def read_header(file: Path) -> tuple[dict[str, Any], int]:
+    """The header of a safetensors file that safetensors has checked: what it says of each tensor,
+    and where the data begins."""
     with file.open("rb") as opened:
         length = int.from_bytes(opened.read(8), "little")
         header = json.loads(opened.read(length))
-    base = 8 + length
+    header.pop("__metadata__", None)
+    return header, 8 + length
+
+
+def data_ranges(file: Path) -> dict[str, FileRange]:
+    """The byte range of each tensor in a safetensors file whose header has been checked."""
+    header, base = read_header(file)
     return {
         name: FileRange(file, base + entry["data_offsets"][0], base + entry["data_offsets"][1])
         for name, entry in header.items()
-        if name != "__metadata__"
     }
 
 

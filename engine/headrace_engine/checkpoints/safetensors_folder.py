@@ -11,7 +11,7 @@ from safetensors import SafetensorError, safe_open
 
 from ..core.errors import CheckpointError
 from .checkpoint import read_json
-from .loading import FileRange, data_ranges
+from .loading import FileRange, data_ranges, read_header
 from .tensor_info import TensorInfo
 
 INDEX_FILE = "model.safetensors.index.json"
@@ -19,11 +19,11 @@ SINGLE_FILE = "model.safetensors"
 
 
 class SafetensorsFolder:
-    """The tensors of all files by name. Raises CheckpointError for files that are missing or
-    broken."""
+    """The tensors of all files by name, read from their headers unless they are given. Raises
+    CheckpointError for files that are missing or broken."""
 
-    def __init__(self, folder: Path) -> None:
-        self.tensors = _scan(folder)
+    def __init__(self, folder: Path, tensors: Mapping[str, TensorInfo] | None = None) -> None:
+        self.tensors = _scan(folder) if tensors is None else tensors
         self._opened = cache(_open)
 
     def ranges(self, names: Iterable[str]) -> Mapping[str, FileRange]:
@@ -57,22 +57,22 @@ def _scan(folder: Path) -> dict[str, TensorInfo]:
 
 def _header(file: Path) -> dict[str, TensorInfo]:
     try:
-        opened = _open(file)
-        return {name: _info(file, opened.get_slice(name)) for name in opened.keys()}
+        _open(file)  # checks the header
+        header, _ = read_header(file)
     except FileNotFoundError as error:
         raise CheckpointError(
             f"{file} is missing, but {INDEX_FILE} names it: copy all files of the checkpoint"
         ) from error
     except (OSError, SafetensorError) as error:
         raise CheckpointError(f"{file} is not a readable safetensors file: {error}") from error
+    return {
+        name: TensorInfo(file, tuple(entry["shape"]), entry["dtype"])
+        for name, entry in header.items()
+    }
 
 
 def _open(file: Path) -> Any:
     return safe_open(file, framework="pt")
-
-
-def _info(file: Path, header: Any) -> TensorInfo:
-    return TensorInfo(file, tuple(header.get_shape()), str(header.get_dtype()))
 
 
 def _files(folder: Path) -> list[Path]:

@@ -49,14 +49,20 @@ class TensorStore(Protocol):
 
 
 class TensorFiles:
-    """A checkpoint's stored tensors. `folder` is the folder, or the GGUF file.
+    """A checkpoint's stored tensors. `folder` is the folder, or the GGUF file; `tensors` is what
+    `scan` found there, if it was called before.
 
     Raises CheckpointError for files that are missing or broken.
     """
 
-    def __init__(self, folder: Path, progress: LoadProgress | None = None) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        progress: LoadProgress | None = None,
+        tensors: Mapping[str, TensorInfo] | None = None,
+    ) -> None:
         self.folder = folder
-        self._store = _open(folder)
+        self._store = _open(folder, tensors)
         self.tensors = self._store.tensors
         self._progress = progress
         self._ahead: ReadAhead | None = None
@@ -110,5 +116,5 @@ def scan(folder: Path) -> Mapping[str, TensorInfo]:
     return _open(folder).tensors
 
 
-def _open(folder: Path) -> TensorStore:
-    return GGUFTensors(folder) if is_gguf(folder) else SafetensorsFolder(folder)
+def _open(folder: Path, tensors: Mapping[str, TensorInfo] | None = None) -> TensorStore:
+    return GGUFTensors(folder) if is_gguf(folder) else SafetensorsFolder(folder, tensors)

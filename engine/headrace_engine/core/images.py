@@ -33,11 +33,13 @@ class PromptImage:
 
 @dataclass(frozen=True, slots=True)
 class ImageLimits:
-    """The most images of a prompt, and the most tokens of one image. With `whole` a step computes
-    an image as a whole: its tokens see those after them."""
+    """The most images of a prompt, the most tokens of one image, and `room` for the tokens of
+    encoded images. With `whole` a step computes an image as a whole: its tokens see those after
+    them."""
 
     images: int
     tokens: int
+    room: int
     whole: bool = False
 
 

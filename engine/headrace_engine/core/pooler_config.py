@@ -3,6 +3,8 @@
 from dataclasses import dataclass
 from enum import StrEnum
 
+from headrace_common.sampling.pooling import MAX_VECTORS_SIZE
+
 from .errors import RequestError
 
 
@@ -10,11 +12,13 @@ class PoolingType(StrEnum):
     LAST = "LAST"
     MEAN = "MEAN"
     CLS = "CLS"
+    ALL = "ALL"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PoolerConfig:
-    """How vectors of `size` numbers are computed. `matryoshka_dimensions` are the shorter lengths
+    """How vectors of `size` numbers are computed: one for a prompt, or with ALL one for each of its
+    tokens. `matryoshka_dimensions` are the shorter lengths
     that requests may ask for; None: any, for a model trained so; empty: none. In a `bidirectional`
     model tokens attend to their whole prompt, so one step must compute all of it."""
 
@@ -30,9 +34,23 @@ class PoolerConfig:
         return self.pooling_type is not PoolingType.LAST
 
     @property
+    def of_tokens(self) -> bool:
+        """Whether each token has a vector, instead of the prompt."""
+        return self.pooling_type is PoolingType.ALL
+
+    @property
     def reuses_prefixes(self) -> bool:
         """Whether tokens may come from a prefix cache instead of being computed."""
         return not (self.bidirectional or self.needs_all_tokens)
+
+    def check_prompt(self, tokens: int) -> None:
+        """Raises RequestError for a prompt that would have too many vectors."""
+        most = MAX_VECTORS_SIZE // self.size
+        if self.of_tokens and tokens > most:
+            raise RequestError(
+                f"prompt_token_ids has {tokens} tokens, but a prompt has at most {most} vectors of "
+                f"{self.size} numbers: send at most that many tokens"
+            )
 
     def check(self, dimensions: int | None) -> None:
         """Raises RequestError for a length that the model does not offer."""

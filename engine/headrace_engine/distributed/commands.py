@@ -5,7 +5,7 @@ on GPUs they never pass through the host.
 """
 
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from enum import IntEnum
 from itertools import chain
 from multiprocessing.connection import Connection
@@ -18,7 +18,7 @@ from ..core.attention_backend import AttentionMetadata
 from ..core.errors import RankFailed
 from ..core.kv_cache_groups import KVLayout
 from ..lora.batch import LoRABatch, RowOwners, RowSlots
-from ..models.base import ForwardBatch, of_groups, of_layers
+from ..models.base import BidirectionalSpan, ForwardBatch, VisionRows, of_groups, of_layers
 
 Pairs = Sequence[tuple[int, int]]
 
@@ -43,7 +43,8 @@ class Command(IntEnum):
     RECORD = 10  # the longest context of CUDA graphs; 1 to keep them, 0 to measure their memory
     PUT_ADAPTER = 11  # a slot and the ranks of an adapter's matrices, which broadcasts follow
     ALLOCATE_ADAPTERS = 12  # room for adapters; 1 if also for adapters that change experts
-    STOP = 13
+    IMAGES = 13  # what the next FORWARD has of images (see numbers_of); broadcasts follow
+    STOP = 14
 
 
 class Disconnected(Exception):
@@ -135,6 +136,40 @@ def pack(batch: ForwardBatch, layout: KVLayout) -> torch.Tensor:
     for part, place in zip(parts, _cut(packed, sizes, groups), strict=True):
         place.copy_(part)
     return packed
+
+
+def numbers_of(vision: VisionRows) -> list[int]:
+    """Number of levels, rows and columns of the embeddings, 1 if there are positions, otherwise 0;
+    then (first row, number of rows, sequence, first position) of each span."""
+    spans = [
+        (span.rows.start, span.rows.stop - span.rows.start, span.sequence, span.first)
+        for span in vision.spans
+    ]
+    return [*vision.embeddings.shape, int(vision.positions is not None), *chain(*spans)]
+
+
+def empty_vision(numbers: Sequence[int], dtype: torch.dtype, device: torch.device) -> VisionRows:
+    """The rows that `numbers_of` describes, whose tensors are to be received."""
+    levels, rows, width, positioned, *rest = numbers
+    spans = [
+        BidirectionalSpan(slice(first, first + count), sequence, position)
+        for first, count, sequence, position in zip(*(rest[at::4] for at in range(4)), strict=True)
+    ]
+    positions = torch.empty(3, rows, dtype=torch.int64, device=device) if positioned else None
+    return VisionRows(
+        torch.empty(rows, dtype=torch.int64, device=device),
+        torch.empty(levels, rows, width, dtype=dtype, device=device),
+        positions,
+        tuple(spans),
+    )
+
+
+def tensors_of(vision: VisionRows) -> Iterator[torch.Tensor]:
+    """Its tensors, in the order in which they are broadcast."""
+    yield vision.rows
+    yield vision.embeddings
+    if vision.positions is not None:
+        yield vision.positions
 
 
 def adapter_runs(lora: LoRABatch | None) -> list[int]:

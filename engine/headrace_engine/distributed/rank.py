@@ -19,6 +19,7 @@ from ..kv_cache.memory_budget import count_blocks
 from ..lora.device import DeviceLoRA
 from ..lora.packing import by_layer, packed_length, unpack
 from ..model_loader.loader import place_model
+from ..models.base import VisionRows
 from ..models.parallel import Shard
 from ..models.placed_model import PlacedModel
 from . import commands
@@ -47,9 +48,11 @@ class Rank:
         self._caches: tuple[LayerCache, ...] = ()
         self._host: tuple[LayerCache, ...] = ()
         self._graph_bytes = 0
+        self._vision: VisionRows | None = None  # of the next step
         self._lora: DeviceLoRA | None = None
         self._handlers: dict[Command, Callable[[list[int]], None]] = {
             Command.FORWARD: self._forward,
+            Command.IMAGES: self._receive_images,
             Command.ALLOCATE: self._allocate,
             Command.RESERVE: self._reserve,
             Command.COPY: self._copy,
@@ -89,7 +92,15 @@ class Rank:
         batch = commands.unpack(sizes, self._group.broadcast(packed), layout)
         if runs:
             batch = replace(batch, lora=self._adapters.batch(commands.row_owners(runs)))
+        if self._vision is not None:
+            batch, self._vision = replace(batch, vision=self._vision), None
         self._model.forward(batch, self._caches)
+
+    def _receive_images(self, numbers: list[int]) -> None:
+        placed = self._placed
+        self._vision = commands.empty_vision(numbers, placed.dtype, placed.device)
+        for tensor in commands.tensors_of(self._vision):
+            self._group.broadcast(tensor)
 
     def _record(self, numbers: list[int]) -> None:
         max_model_len, keep = numbers

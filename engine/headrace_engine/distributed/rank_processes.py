@@ -150,6 +150,10 @@ class RankProcesses:
         return self._rank_failure.wait(LONG_GRACE)
 
     def forward(self, batch: ForwardBatch, layout: KVLayout) -> None:
+        if batch.vision is not None:
+            self._tell(Command.IMAGES, commands.numbers_of(batch.vision))
+            for tensor in commands.tensors_of(batch.vision):
+                self.group.broadcast(tensor.contiguous())
         runs = commands.adapter_runs(batch.lora)
         self._tell(Command.FORWARD, (*commands.sizes_of(batch), *runs))
         self.group.broadcast(commands.pack(batch, layout))
@@ -212,7 +216,7 @@ class RankProcesses:
     def _answers(self) -> list[int]:
         return [commands.await_answer(one.commands, one.rank) for one in self._handles]
 
-    def _tell(self, command: Command, numbers: tuple[int, ...] = ()) -> None:
+    def _tell(self, command: Command, numbers: Sequence[int] = ()) -> None:
         for handle in self._handles:
             commands.send(handle.commands, command, numbers)
 

@@ -18,8 +18,11 @@ from ..checkpoints.config import ModelConfig
 from ..checkpoints.tensor_files import has_files, scan
 from ..core.errors import ConfigError, EngineError
 from ..models.context import pick_context
+from ..models.draft_heads.base import HeadOptions
+from ..models.draft_heads.mtp import FAMILIES
 from ..models.encoder.encoder_families import encoder_family
-from ..models.hybrid.hybrid import read_family
+from ..models.hybrid.family import Family
+from ..models.hybrid.hybrid import HEAD_PROJECTION, read_family
 from ..models.parallel import check_divisible
 from ..models.quantization.registry import find_format
 from ..models.registry import NATIVE, check_code
@@ -69,8 +72,11 @@ def describe(checkpoint: Checkpoint, ranks: int = 1) -> Description:
     if checkpoint.architecture not in NATIVE:
         return found
     if checkpoint.architecture in RECURRENT:
+        family = read_family(checkpoint)
+        head = HEAD_PROJECTION if family.has_head else None
         return replace(
-            _with_state(found, checkpoint, dtype), tensors=_check_tensors(checkpoint, dtype, ranks)
+            _with_state(found, family, dtype),
+            tensors=_check_tensors(checkpoint, dtype, ranks, head),
         )
     try:
         config = ModelConfig.from_hf(checkpoint)
@@ -81,26 +87,32 @@ def describe(checkpoint: Checkpoint, ranks: int = 1) -> Description:
     if ranks > 1:
         check_divisible(config, ranks)
     rope, positions = config.rope, config.max_position_embeddings
+    names = FAMILIES.get(checkpoint.architecture) if config.draft_layers else None
+    head = None if names is None else names.projection_of(config.num_layers)
     return replace(
         found,
         implementation="native",
         max_model_len=pick_context(None, positions, rope.rope_type, rope.parameters),
         kv_bytes_per_token=_kv_bytes(config, dtype),
-        tensors=_check_tensors(checkpoint, dtype, ranks),
+        tensors=_check_tensors(checkpoint, dtype, ranks, head),
     )
 
 
-def _check_tensors(checkpoint: Checkpoint, dtype: torch.dtype, ranks: int) -> int | None:
+def _check_tensors(
+    checkpoint: Checkpoint, dtype: torch.dtype, ranks: int, head: str | None
+) -> int | None:
     """The number of tensors, each with its place; None without files, or for a GGUF file, whose
-    tensors are compared when they are read. Raises ConfigError or CheckpointError."""
+    tensors are compared when they are read. The tensors of an MTP head are compared if there is
+    one, which the tensor `head` tells. Raises ConfigError or CheckpointError."""
     if checkpoint.is_gguf or not has_files(checkpoint.folder):
         return None
-    load_on_meta(checkpoint, dtype, ranks)
-    return len(scan(checkpoint.folder))
+    tensors = scan(checkpoint.folder)
+    options = HeadOptions("mtp") if head in tensors and ranks == 1 else None
+    load_on_meta(checkpoint, dtype, tensors, ranks, options)
+    return len(tensors)
 
 
-def _with_state(found: Description, checkpoint: Checkpoint, dtype: torch.dtype) -> Description:
-    family = read_family(checkpoint)
+def _with_state(found: Description, family: Family, dtype: torch.dtype) -> Description:
     shape = family.shape(dtype)
     stored = () if shape.without_kv else shape.kv_shapes
     kv = sum((1 if each.latent else 2) * each.num_kv_heads * each.head_dim for each in stored)

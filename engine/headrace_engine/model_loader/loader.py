@@ -97,7 +97,9 @@ def place_model(
     on_phase("weights")
     with torch.inference_mode():
         loaded = load_model(config, checkpoint, options)
-        tower = pick_tower(config, checkpoint, loaded.model, dtype, device)
+        tower = None
+        if shard is None or shard.rank == 0:
+            tower = pick_tower(config, checkpoint, loaded.model, dtype, device)
 
     def block_bytes(shape: KVShape) -> int:
         return backend.block_bytes(shape.spec(config.block_size, dtype, device, stored))
@@ -222,6 +224,11 @@ def _pooler_config(config: EngineConfig, checkpoint: Checkpoint) -> PoolerConfig
 
 
 def _check_writes(checkpoint: Checkpoint) -> None:
+    if checkpoint.token_vector_size is not None:
+        raise ConfigError(
+            f"{checkpoint.folder}: {checkpoint.architecture} makes a vector for each token and "
+            "writes no text: set task embed"
+        )
     if encoder_family(checkpoint) is not None:
         raise ConfigError(
             f"{checkpoint.folder}: {checkpoint.architecture} is an encoder, which writes no text: "

@@ -13,6 +13,7 @@ from ..models.base import CausalModel
 from ..models.decoder.decoder import Decoder
 from ..models.decoder.fused import FusedDecoder
 from ..models.encoder.dual_encoder import DualEncoder
+from ..models.encoder.late_encoder import LateEncoder
 from ..models.hidden_states import HiddenStates
 from ..models.hybrid.decoder import HybridDecoder
 from ..models.transformers.transformers_model import TransformersModel
@@ -56,9 +57,8 @@ def _refusal(
     """Why the model reads no images; None if it reads them. `known`: its format is known."""
     if checkpoint.config.get("model_type") not in FAMILIES:
         return f"{checkpoint.architecture} has no vision tower that is supported"
-    size = config.tensor_parallel_size
     decoder = model.decoder if isinstance(model, HiddenStates) else model
-    decoders: tuple[type, ...] = (Decoder, FusedDecoder, HybridDecoder, DualEncoder)
+    decoders: tuple[type, ...] = (Decoder, FusedDecoder, HybridDecoder, DualEncoder, LateEncoder)
     if checkpoint.config["model_type"] in _WITHOUT_NATIVE_DECODER:
         decoders += (TransformersModel,)
     reasons = {
@@ -67,7 +67,6 @@ def _refusal(
         "images cannot be computed with deterministic": config.deterministic,
         "an engine that reads images cannot sleep (enable_sleep_mode)": config.enable_sleep_mode,
         "load_format dummy loads no vision tower": config.load_format == "dummy",
-        f"images cannot be computed with tensor_parallel_size {size}": size > 1,
         "images cannot be computed with a draft model or a draft head": (
             config.has_draft_model or config.draft_head is not None
         ),

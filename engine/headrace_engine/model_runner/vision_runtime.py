@@ -45,9 +45,9 @@ class VisionRuntime:
         most = config.limit_mm_per_prompt.get("image", MOST_IMAGES)
         room = config.encoder_cache_bytes // tower.token_bytes
         self._bidirectional = tower.reader.bidirectional
-        if self._bidirectional:
-            room = min(room, config.max_num_batched_tokens)
-        self.limits = ImageLimits(most, room, whole=self._bidirectional)
+        step = config.max_num_batched_tokens
+        largest = min(room, step) if self._bidirectional else room
+        self.limits = ImageLimits(most, largest, room, whole=self._bidirectional)
         self._encoded: dict[bytes, torch.Tensor] = {}
 
     @classmethod

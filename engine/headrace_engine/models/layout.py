@@ -56,7 +56,10 @@ _EXPERT = re.compile(r"(.*\.mlp\.experts)\.(\d+)\.(gate_proj|up_proj|down_proj)\
 _PREFIX, _EMBEDDING = "model.", "embed_tokens.weight"
 # Where multimodal checkpoints keep their decoder: instead of the names' own prefix, or before it,
 # where the head is in the same part.
-_INSTEAD = ("model.language_model.", "model.text_model.", _PREFIX)
+_INSTEAD = (
+    *("model.language_model.", "model.text_model.", _PREFIX),
+    *("vlm.language_model.", "vlm.model.language_model.", "vlm.model."),
+)
 _BEFORE = "language_model."
 
 

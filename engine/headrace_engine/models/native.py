@@ -2,7 +2,7 @@
 torch."""
 
 import logging
-from collections.abc import Callable, Collection, Container
+from collections.abc import Callable, Collection, Container, Mapping
 from dataclasses import replace
 from functools import partial
 
@@ -10,7 +10,7 @@ from ..attention.cpu import CpuBackend
 from ..checkpoints.checkpoint import Checkpoint
 from ..checkpoints.config import ModelConfig
 from ..checkpoints.loading import LoadProgress
-from ..checkpoints.tensor_files import scan
+from ..checkpoints.tensor_files import TensorInfo, scan
 from ..core.errors import ConfigError
 from ..kernels.cpu.blocks import KINDS
 from ..operators.base import DependentOps
@@ -34,7 +34,7 @@ from .draft_heads.loading import (
     tapped_target,
 )
 from .draft_heads.target import HeadTarget
-from .hidden_states import HEAD, HiddenStateReader, HiddenStates, without_head
+from .hidden_states import HEAD, HiddenStateReader, HiddenStates, read_projection, without_head
 from .layout import TensorLayout
 from .linear.linear_maker import NO_INT8, QuantizedOps, computes_natively
 from .parallel import WeightCuts, place_experts
@@ -65,12 +65,12 @@ def load(checkpoint: Checkpoint, options: LoadOptions) -> LoadedModel:
         options.positions, config.max_position_embeddings, rope.rope_type, rope.parameters
     )
     dummy = options.load_format == "dummy"
-    stored_names = scan(checkpoint.folder) if config.multimodal and not dummy else {}
-    layout = TensorLayout(config, stored_names)
+    tensors = _stored_tensors(checkpoint, options)
+    layout = TensorLayout(config, tensors)
     if options.draft_head is not None:
-        _check_head(options.draft_head, checkpoint, config, layout)
-    if stored_names:
-        config = _with_stored_head(config, stored_names, layout)
+        _check_head(options.draft_head, checkpoint, config, layout, tensors)
+    if config.multimodal and not dummy:
+        config = _with_stored_head(config, tensors, layout)
     if options.cache_dtype is not None and not dummy:
         config = _with_kv_scales(config, checkpoint, layout)
     stored = find_format(checkpoint, options.quantization, options.device)
@@ -85,11 +85,12 @@ def load(checkpoint: Checkpoint, options: LoadOptions) -> LoadedModel:
         shard = options.shard
         cuts = None if shard is None else WeightCuts(config, shard)
         where = (checkpoint.folder, options.dtype, options.device)
-        source = (*where, layout.locate, progress, stored, cuts)
+        source = (*where, layout.locate, progress, stored, cuts, tensors)
         if options.draft_head is not None:
-            files = (checkpoint, options.dtype, options.device, layout.locate, progress, stored)
+            files = (checkpoint, tensors, options.dtype, options.device, layout.locate)
             quantizes = _quantizes(options, eight)
-            parts = HeadSource(*files, options.ops, options.attention, quantizes, length)
+            made_by = (progress, stored, options.ops, options.attention)
+            parts = HeadSource(*files, *made_by, quantizes, length)
             states, whole = HiddenStateReader(*source, config), partial(WeightReader, *source)
             target, made = _with_head(
                 options.draft_head, config, states, whole, parts, options, eight
@@ -101,8 +102,19 @@ def load(checkpoint: Checkpoint, options: LoadOptions) -> LoadedModel:
             return LoadedModel(model, length, config.windows, config.chunked)
         states = HiddenStateReader(*source, config)
         bare = _make(without_head(config), states, options, length, eight)
-        found = HiddenStates(bare, config.vocab_size)
+        projection = read_projection(
+            checkpoint, config.hidden_size, options.dtype, options.device, shard
+        )
+        found = HiddenStates(bare, config.vocab_size, projection)
         return LoadedModel(found, length, config.windows, config.chunked)
+
+
+def _stored_tensors(checkpoint: Checkpoint, options: LoadOptions) -> Mapping[str, TensorInfo]:
+    """The tensors in the checkpoint's files; none if no file is read."""
+    if options.tensors is not None:
+        return options.tensors
+    reads = options.load_format != "dummy" or options.hidden_states or options.draft_head
+    return scan(checkpoint.folder) if reads else {}
 
 
 def _gguf(stored: GGUF, options: LoadOptions) -> GGUF:
@@ -144,11 +156,15 @@ def _with_head(
 
 
 def _check_head(
-    head: HeadOptions, checkpoint: Checkpoint, config: ModelConfig, layout: TensorLayout
+    head: HeadOptions,
+    checkpoint: Checkpoint,
+    config: ModelConfig,
+    layout: TensorLayout,
+    stored: Container[str],
 ) -> None:
     """Raises ConfigError if there is no head, or it does not fit the decoder."""
     if head.method == "mtp":
-        check_mtp(checkpoint, config, layout.locate)
+        check_mtp(checkpoint, config, layout.locate, stored)
     elif config.latent is not None:
         raise ConfigError(
             f"speculative_config.method eagle3 does not support {checkpoint.architecture}, which "

@@ -2,6 +2,7 @@
 
 import importlib
 import logging
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -9,6 +10,7 @@ import torch
 
 from ..checkpoints.architectures import ARCHITECTURES, MULTIMODAL, RECURRENT
 from ..checkpoints.checkpoint import Checkpoint
+from ..checkpoints.tensor_info import TensorInfo
 from ..core.attention_backend import AttentionBackend
 from ..core.config import EngineConfig, LoadFormat
 from ..core.errors import ConfigError, ContextTooLong
@@ -26,7 +28,8 @@ class LoadOptions:
     """Where and how a model computes. `positions` is the longest context it must serve, or None for
     the checkpoint's own. With `hidden_states` the model returns those instead of logits. `shard` is
     the part of the model that this process holds; None: all of it. `cache_dtype` is the dtype of
-    stored KV; None: `dtype`. `draft_head` is the head to load with it."""
+    stored KV; None: `dtype`. `draft_head` is the head to load with it. `tensors` are the
+    checkpoint's stored tensors, if their headers are already read."""
 
     device: torch.device
     dtype: torch.dtype
@@ -40,6 +43,7 @@ class LoadOptions:
     shard: Shard | None = None
     cache_dtype: torch.dtype | None = None
     draft_head: HeadOptions | None = None
+    tensors: Mapping[str, TensorInfo] | None = None
 
 
 @dataclass(frozen=True, slots=True)

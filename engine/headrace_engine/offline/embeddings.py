@@ -61,14 +61,14 @@ class PoolingRequestOutput:
 
 @dataclass(frozen=True, slots=True)
 class ScoringOutput:
-    """A cosine, -1 to 1."""
+    """A cosine, -1 to 1; of models of late interaction up to the number of the query's tokens."""
 
     score: float
 
 
 @dataclass(frozen=True, slots=True)
 class ScoringRequestOutput:
-    """A pair of texts, with the tokens of both, and its score."""
+    """A pair of prompts, with the tokens of both, and its score."""
 
     request_id: str
     prompt_token_ids: list[int]
@@ -108,30 +108,50 @@ def embed(
     return [found[name] for name in names]
 
 
-def pooled(found: Sequence[EmbeddingRequestOutput]) -> list[PoolingRequestOutput]:
-    """The same embeddings as tensors."""
-    import torch
-
+def pooled(
+    found: Sequence[EmbeddingRequestOutput], *, of_tokens: bool
+) -> list[PoolingRequestOutput]:
+    """The same embeddings as tensors: [size], or with a vector for each token [tokens, size]."""
     return [
         PoolingRequestOutput(
-            one.request_id, one.prompt_token_ids, PoolingOutput(torch.tensor(one.outputs.embedding))
+            one.request_id, one.prompt_token_ids, PoolingOutput(_tensor(one, of_tokens))
         )
         for one in found
     ]
 
 
+def _tensor(one: EmbeddingRequestOutput, of_tokens: bool) -> "torch.Tensor":
+    import torch
+
+    numbers = torch.tensor(one.outputs.embedding)
+    return numbers.view(len(one.prompt_token_ids), -1) if of_tokens else numbers
+
+
 def scored(
-    left: Sequence[EmbeddingRequestOutput], right: Sequence[EmbeddingRequestOutput]
+    left: Sequence[EmbeddingRequestOutput],
+    right: Sequence[EmbeddingRequestOutput],
+    *,
+    of_tokens: bool,
 ) -> list[ScoringRequestOutput]:
-    """The cosine of each pair."""
+    """The cosine of each pair, or with a vector for each token the sum of the largest products."""
     return [
         ScoringRequestOutput(
             f"{one.request_id}_{two.request_id}",
             [*one.prompt_token_ids, *two.prompt_token_ids],
-            ScoringOutput(_cosine(one.outputs.embedding, two.outputs.embedding)),
+            ScoringOutput(
+                _late(one, two)
+                if of_tokens
+                else _cosine(one.outputs.embedding, two.outputs.embedding)
+            ),
         )
         for one, two in zip(left, right, strict=True)
     ]
+
+
+def _late(query: EmbeddingRequestOutput, document: EmbeddingRequestOutput) -> float:
+    """For each vector of the query the largest product with one of the document; their sum."""
+    products = _tensor(query, True) @ _tensor(document, True).T
+    return float(products.amax(dim=1).sum())
 
 
 def _cosine(one: Sequence[float], two: Sequence[float]) -> float:

@@ -178,7 +178,17 @@ class LLM:
         `truncate_prompt_tokens` k keeps the last k tokens, -1 as many as the model takes. Raises
         RequestError.
         """
-        cut = truncate_prompt_tokens
+        if self._of_tokens:
+            raise RequestError("this model makes a vector for each token: use encode")
+        return self._embed(prompts, pooling_params, use_tqdm, truncate_prompt_tokens)
+
+    def _embed(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        pooling_params: PoolingParams | None,
+        use_tqdm: Progress,
+        cut: int | None,
+    ) -> list[EmbeddingRequestOutput]:
         if cut == -1:
             cut = self._model.engine.max_model_len
         read = [read_prompt(prompt, self._model.tokenizer) for prompt in listed(prompts)]
@@ -194,10 +204,18 @@ class LLM:
         *,
         pooling_task: str | None = None,
     ) -> list[PoolingRequestOutput]:
-        """Like `embed`, but each output's `data` is a tensor. Raises RequestError."""
-        if pooling_task not in (None, "embed"):
-            raise RequestError(f"pooling_task {pooling_task!r:.60} is not supported: use embed")
-        return pooled(self.embed(prompts, pooling_params, use_tqdm))
+        """Like `embed`, but each output's `data` is a tensor; of models of late interaction
+        [tokens, size]. Raises RequestError."""
+        task = "token_embed" if self._of_tokens else "embed"
+        if pooling_task not in (None, task):
+            raise RequestError(f"pooling_task {pooling_task!r:.60} is not supported: use {task}")
+        found = self._embed(prompts, pooling_params, use_tqdm, None)
+        return pooled(found, of_tokens=self._of_tokens)
+
+    @property
+    def _of_tokens(self) -> bool:
+        config = self._model.runner.pooler_config
+        return config is not None and config.of_tokens
 
     def score(
         self,
@@ -207,7 +225,9 @@ class LLM:
         *,
         truncate_prompt_tokens: int | None = None,
     ) -> list[ScoringRequestOutput]:
-        """The similarity of pairs: the cosine of their embeddings by an embedding model.
+        """The similarity of pairs: the cosine of their embeddings by an embedding model. Models of
+        late interaction sum, over the vectors of `text_1`, the largest product with one of the
+        other's.
 
         `text_1` is one text for all of `text_2`, or a list with one for each. Raises RequestError.
         """
@@ -217,13 +237,9 @@ class LLM:
                 f"text_1 has {len(first)} texts for {len(second)} of text_2: give one, or one for "
                 "each"
             )
-        vectors = self.embed(
-            [*first, *second],
-            use_tqdm=use_tqdm,
-            truncate_prompt_tokens=truncate_prompt_tokens,
-        )
+        vectors = self._embed([*first, *second], None, use_tqdm, truncate_prompt_tokens)
         left = vectors[: len(first)] * (len(second) // len(first))
-        return scored(left, vectors[len(first) :])
+        return scored(left, vectors[len(first) :], of_tokens=self._of_tokens)
 
     def beam_search(
         self,

@@ -1,4 +1,5 @@
-"""Pools embeddings: one vector for a prompt from the last hidden states of its tokens.
+"""Pools embeddings: one vector for a prompt from the last hidden states of its tokens, or one for
+each of its tokens.
 
 Arithmetic is float32.
 """
@@ -32,22 +33,25 @@ class Pooler:
     def pool(
         self, scheduler_output: SchedulerOutput, hidden: torch.Tensor
     ) -> tuple[bytes | None, ...]:
-        """A vector for each prompt that ends in this step, in the order of the sequences.
+        """A vector for each prompt that ends in this step, in the order of the sequences, or the
+        vectors of all its tokens, one after the other.
 
-        `hidden` [R, H] are the states of `rows`. A vector is packed little-endian float32; None if
-        it is not finite.
+        `hidden` [R, H] are the states of `rows`. Vectors are packed little-endian float32; None if
+        one is not finite.
         """
         ending = [item.sequence for item in scheduler_output.scheduled if item.samples]
-        pooled = hidden.float()
-        if self.config.needs_all_tokens:
-            pooled = self._gather(scheduler_output, pooled)
-        assert len(pooled) == len(ending), "a vector for each prompt that ends"
+        pooled = (
+            self._gather(scheduler_output, hidden.float())
+            if self.config.needs_all_tokens
+            else list(hidden.float().cpu())
+        )
         return tuple(
-            self._finish(sequence, vector)
-            for sequence, vector in zip(ending, pooled.cpu(), strict=True)
+            self._finish(sequence, vector) for sequence, vector in zip(ending, pooled, strict=True)
         )
 
-    def _gather(self, scheduler_output: SchedulerOutput, hidden: torch.Tensor) -> torch.Tensor:
+    def _gather(
+        self, scheduler_output: SchedulerOutput, hidden: torch.Tensor
+    ) -> list[torch.Tensor]:
         complete: list[torch.Tensor] = []
         at = 0
         for item in scheduler_output.scheduled:
@@ -60,15 +64,17 @@ class Pooler:
                 complete.append(state / (item.start + item.length) if mean else state)
             else:
                 self._seen[item.sequence] = state
-        return torch.stack(complete) if complete else hidden[:0]
+        if self.config.of_tokens:
+            return [states.cpu() for states in complete]
+        return list(torch.stack(complete).cpu()) if complete else []
 
     def _merge(self, sequence: Sequence, start: int, run: torch.Tensor) -> torch.Tensor:
-        """The sum of all tokens so far, or the first token's state."""
+        """The sum of all tokens so far, the states of all, or the first token's."""
+        before = None if start == 0 else self._seen.get(sequence)
+        if self.config.of_tokens:
+            return run.clone() if before is None else torch.cat([before, run])
         mean = self.config.pooling_type is PoolingType.MEAN
         new = run.sum(dim=0) if mean else run[0]
-        if start == 0:
-            return new.clone()
-        before = self._seen.get(sequence)
         if before is None:
             return new.clone()
         return before + new if mean else before
@@ -76,9 +82,9 @@ class Pooler:
     def _finish(self, sequence: Sequence, vector: torch.Tensor) -> bytes | None:
         pooling = sequence.request.pooling
         if pooling is not None and pooling.dimensions is not None:
-            vector = vector[: pooling.dimensions]
+            vector = vector[..., : pooling.dimensions]
         if self.config.normalize:
-            vector = F.normalize(vector, dim=0)
+            vector = F.normalize(vector, dim=-1)
         if not bool(torch.isfinite(vector).all()):
             return None
         return vector.numpy().astype("<f4").tobytes()

@@ -70,6 +70,7 @@ def _check_task(request: EngineRequest, limits: Limits) -> None:
     if request.params.n != 1:
         raise RequestError(f"n must be 1 for an embedding, not {request.params.n}")
     limits.pooler.check(request.pooling.dimensions)
+    limits.pooler.check_prompt(len(request.prompt_token_ids))
 
 
 def _check_tokenizer(request: EngineRequest) -> None:

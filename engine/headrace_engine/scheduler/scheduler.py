@@ -585,7 +585,7 @@ def _make_encoder_cache(config: EngineConfig, limits: Limits) -> EncoderCache | 
     if limits.images is None:
         return None
     budget = config.max_num_encoder_input_tokens or config.max_num_batched_tokens
-    return EncoderCache(limits.images.tokens, budget)
+    return EncoderCache(limits.images.room, budget)
 
 
 def _logprobs(tokens: tuple[SampledToken, ...]) -> tuple[TokenLogprobs, ...] | None:

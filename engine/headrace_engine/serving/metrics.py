@@ -23,6 +23,7 @@ from headrace_common.observability.instruments import (
 from headrace_common.observability.telemetry import Telemetry
 from headrace_common.observability.tracing import EngineTimes, record_engine_spans, record_step_span
 from headrace_common.protocol.base import Lease, Outcome
+from headrace_common.protocol.variants import is_comparison
 from headrace_common.wire.messages import adapter_name
 
 from ..core.speculative_stats import SpeculationStats
@@ -93,6 +94,8 @@ class EngineMetrics:
         self._step_tokens = histogram(meter, names.ENGINE_STEP_TOKENS)
         self._phases = histogram(meter, names.ENGINE_REQUEST_PHASE_DURATION)
         self._ended = counter(meter, names.ENGINE_REQUESTS_ENDED)
+        self._turns = counter(meter, names.ENGINE_TURNS)
+        self._turn_wait = histogram(meter, names.ENGINE_TURN_WAIT)
         self._first_token = histogram(meter, names.ENGINE_TIME_TO_FIRST_TOKEN)
         self._output_token = histogram(meter, names.ENGINE_TIME_PER_OUTPUT_TOKEN)
         self._redeliveries = counter(meter, names.QUEUE_REDELIVERIES)
@@ -133,6 +136,11 @@ class EngineMetrics:
         self._handover_tokens.add(tokens, self._labels)
         self._handover_kv.add(round(kv_bytes), self._labels)
         self._handover_duration.record(seconds, self._labels)
+
+    def turn_began(self, waited: float) -> None:
+        """Records a turn on a shared accelerator, for which requests `waited`, in seconds."""
+        self._turns.add(1, self._labels)
+        self._turn_wait.record(waited, self._labels)
 
     def ended(self, leased: LeasedRequest, outcome: Outcome) -> None:
         """Records the durations and spans of a request that has its outcome."""
@@ -197,7 +205,12 @@ class EngineMetrics:
             self._phases.record(max(0.0, decode), self._decode_labels)
 
     def _record_side(self, leased: LeasedRequest, times: EngineTimes, outcome: Outcome) -> None:
-        """Records what sides of a canary are compared by; latencies if no other engine ran it."""
+        """Records what sides of a canary are compared by; latencies if no other engine ran it.
+
+        Requests that gateways made themselves wait longer than others, so they do not count.
+        """
+        if is_comparison(leased.request):
+            return
         error = outcome.failed.failure.value if outcome.failed else ""
         self._ended.add(1, {**self._side_labels, names.ERROR_TYPE: error})
         if times.first_token_ns is None or leased.attempt > 1:

@@ -1,8 +1,8 @@
 """Takes turns with the engines that share the accelerator: awake with the slot, asleep without.
 
-    no slot, asleep  --- the slot is free, and it is this engine's turn --->  slot, wakes
+    no slot, asleep  --- the slot is free, and it is this engine's turn --->  slot, asleep: wakes
     slot, awake      --- another engine's turn ---------------------------->  slot, falls asleep
-    slot, asleep     ------------------------------------------------------>  leaves the slot
+    slot, asleep: does not wake  ------------------------------------------>  leaves the slot
 
 So at any time one engine has memory on the accelerator, unless Redis was unreachable for it alone.
 """
@@ -15,7 +15,7 @@ from typing import TypeVar
 
 from headrace_common.errors import BackendUnavailable
 from headrace_common.protocol.slots import Slot, SlotAction, SlotView
-from headrace_common.protocol.turns import Demand, next_holder
+from headrace_common.protocol.turns import Demand, SwitchTimes, next_holder, time_to_turn
 
 from .sharing_config import SharingConfig
 from .sleeper import Sleeper
@@ -31,7 +31,12 @@ NORMAL_PRIORITY = 1
 
 
 class TurnTaking:
-    """One engine's part in a group. Made when the engine has the slot, and is awake."""
+    """One engine's part in a group. Made when the engine has the slot, and is awake.
+
+    `time_to_turn` is in how many seconds the engine will be awake at the latest, if what waits for
+    all engines stays as it is; 0 if it is awake, or has nothing to do. It does not know how long
+    another engine takes to fall asleep.
+    """
 
     def __init__(
         self,
@@ -45,21 +50,37 @@ class TurnTaking:
         self._clock, self._pause = clock, sleep
         self._has_slot = True
         self._renewed_at = clock()
+        self._woken_at: float | None = None  # set while it wakes
+        self._waking_s = 0.0  # how long that took the last time
+        self.time_to_turn = 0.0
 
     async def keep(
-        self, sleeper: Sleeper, draining: Callable[[], bool], running: Callable[[], int]
+        self,
+        sleeper: Sleeper,
+        draining: Callable[[], bool],
+        running: Callable[[], int],
+        on_turn: Callable[[float], None],
     ) -> None:
-        """Takes turns. A draining engine takes no slot, and leaves it to others that need it."""
+        """Takes turns. A draining engine takes no slot, and leaves it to others that need it.
+
+        Calls `on_turn` at the start of each turn, with the seconds that the oldest request, or all
+        that came after the turn before, waited for it.
+        """
         while True:
-            await self.turn(sleeper, draining=draining(), running=running())
+            waited = await self.turn(sleeper, draining=draining(), running=running())
+            if waited is not None:
+                on_turn(waited)
             await self._pause(INTERVAL)
 
-    async def turn(self, sleeper: Sleeper, *, draining: bool, running: int) -> None:
-        """Looks once at the slot, and does what it says."""
+    async def turn(self, sleeper: Sleeper, *, draining: bool, running: int) -> float | None:
+        """Looks once at the slot, and does what it says; returns how long the engine's work waited
+        for a turn that begins now."""
         try:
             demand = None if draining else await self._slot.demand()
             if not self._has_slot:
-                await self._watch(sleeper, demand)
+                return await self._watch(sleeper, demand)
+            if self._wakes(sleeper):
+                await self._take(demand, 0)
             elif sleeper.level is not None:
                 await self._slot.act(SlotAction.LEAVE, demand)
                 self._has_slot = False
@@ -69,19 +90,40 @@ class TurnTaking:
             logger.warning("slot not renewed", extra={"error": str(error)})
             if self._has_slot and self._clock() - self._renewed_at > self._patience:
                 sleeper.ask(self._config.level, 0.0)  # before another engine may take it
+        return None
+
+    def _wakes(self, sleeper: Sleeper) -> bool:
+        """Whether the engine, which has the slot, is about to be awake; notes how long it took."""
+        if sleeper.level is not None and (sleeper.wanted is None or sleeper.moving):
+            return True
+        if self._woken_at is not None:
+            self._waking_s = self._clock() - self._woken_at
+            self._woken_at, self.time_to_turn = None, 0.0
+        return False
 
     @property
     def _patience(self) -> float:
         return self._config.lease * LOST_SHARE
 
-    async def _watch(self, sleeper: Sleeper, demand: Demand | None) -> None:
+    async def _watch(self, sleeper: Sleeper, demand: Demand | None) -> float | None:
         view = await self._slot.act(SlotAction.WATCH, demand)
+        self.time_to_turn = self._time_to_turn(view)
         if sleeper.level is None or view.turn.holder is not None or demand is None:
-            return
-        if self._turn_of(view) == self._slot.engine_id:
-            await self._take(demand, 0)
-            if self._has_slot:
-                sleeper.ask(None)
+            return None
+        if self._turn_of(view) != self._slot.engine_id:
+            return None
+        view = await self._take(demand, 0)
+        if not self._has_slot:
+            return None
+        self._woken_at = self._clock()
+        sleeper.ask(None)
+        own = next(each for each in view.members if each.engine_id == self._slot.engine_id)
+        return max(0.0, view.now - max(demand.since, own.ended))
+
+    def _time_to_turn(self, view: SlotView) -> float:
+        times = SwitchTimes(self._config.timeout, self._waking_s)
+        bounds, name = self._config.bounds, self._slot.engine_id
+        return time_to_turn(name, view.members, view.turn, bounds, view.now, times)
 
     async def _take(self, demand: Demand | None, running: int) -> SlotView:
         """Takes or keeps the slot."""

@@ -292,7 +292,13 @@ class Worker:
             services.append(partial(self._adapters.keep, self._draining.is_set, in_use))
         if self._turns is not None:
             running = partial(len, self._tracker.requests)
-            take_turns = partial(self._turns.keep, self.sleeper, self._draining.is_set, running)
+            take_turns = partial(
+                self._turns.keep,
+                self.sleeper,
+                self._draining.is_set,
+                running,
+                self._metrics.turn_began,
+            )
             services.append(take_turns)
         if self._hand_over is not None:
             services.append(self._hand_over.keep)
@@ -502,6 +508,7 @@ class Worker:
             draining=self._draining.is_set(),
             sleep_level=self.sleeper.wanted or self.sleeper.level or 0,
             version=self._config.version,
+            time_to_turn=0.0 if self._turns is None else self._turns.time_to_turn,
             name=self._config.name,
             variant=self._config.variant,
             shows_batch=self._snapshots is not None,

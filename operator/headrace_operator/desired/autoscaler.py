@@ -126,7 +126,7 @@ def escaped(value: str) -> str:
 def behavior(scaling: ScalingSpec) -> Mapping[str, Manifest]:
     """`behavior` as in a HorizontalPodAutoscaler, the same as in mode operator; the window that the
     operator derives is Kubernetes' default instead."""
-    policy = scaling_policy(scaling).for_cycle(LONGEST_WINDOW, 0.0)
+    policy = scaling_policy(scaling).for_cold_start(LONGEST_WINDOW)
     return {"scaleUp": _rules(policy.scale_up), "scaleDown": _rules(policy.scale_down)}
 
 

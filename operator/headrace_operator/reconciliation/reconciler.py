@@ -177,8 +177,14 @@ class Reconciler:
             self._soon[service.key] = DRAIN_INTERVAL
         elif scaled.decision is not None and _has_work(scaled):
             self._soon[service.key] = SCALING_INTERVAL
-        trial = await self._judge(service, pods, previous)
-        refused = await self._apply(service, current, scaled, trial)
+        trial = await self._judge(service, pods, previous, now, rolled_out=current.rolled_out)
+        promoted = trial is not None and trial.promoted
+        refused = await self._apply(service.promoted if promoted else service, current, scaled)
+        if trial is not None and refused is not None:
+            trial = replace(trial, replaced=False)  # by engines that could not be applied
+        refused = await self._apply_canary(service, trial) or refused
+        if trial is not None and promoted and not _was_promoted(previous):
+            await self._event(body, "Normal", trial.reason, trial.message)
         problem = refused or _problem(service, registration) or pod_problems.problem(pods)
         seen = _seen(current, scaled, stable, canary, problem)
         seen = replace(seen, trial=trial)
@@ -194,27 +200,33 @@ class Reconciler:
         return refused is None
 
     async def _judge(
-        self, service: ModelService, pods: Sequence[Manifest], previous: Mapping[str, Any]
+        self,
+        service: ModelService,
+        pods: Sequence[Manifest],
+        previous: Mapping[str, Any],
+        now: float,
+        *,
+        rolled_out: bool,
     ) -> CanaryTrial | None:
         if self._canaries is None:
             return None
-        return await self._canaries.judge(service, pods, previous)
+        return await self._canaries.judge(service, pods, previous, now, rolled_out=rolled_out)
+
+    async def _apply_canary(
+        self, service: ModelService, trial: CanaryTrial | None
+    ) -> Problem | None:
+        stopped = trial is not None and trial.stopped
+        canary = canary_of(service, self._platform, stopped=stopped)
+        return None if canary is None else await self._applied(canary)
 
     async def _apply(
-        self,
-        service: ModelService,
-        current: Workload,
-        scaled: Scaled,
-        trial: CanaryTrial | None,
+        self, service: ModelService, current: Workload, scaled: Scaled
     ) -> Problem | None:
-        """Applies every child, also after a refusal; returns the first refusal."""
+        """Applies every child but the canary, also after a refusal; returns the first refusal."""
         wanted = [
             *companions_of(service, self._platform),
             *workloads(service, self._platform, current.kind, replicas=scaled.replicas),
         ]
-        stopped = trial is not None and trial.rolled_back
-        if (canary := canary_of(service, self._platform, stopped=stopped)) is not None:
-            wanted.append(canary)
         refused = [await self._applied(manifest) for manifest in wanted]
         refused += [await self._removed(service, child) for child in unwanted(service)]
         refused += [await self._deleted(child) for child in current.obsolete]
@@ -305,6 +317,10 @@ class Reconciler:
             await self._cluster.event(body, kind=kind, reason=reason, message=message)
         except ClusterError as error:
             logger.warning("event was not written", extra={"reason": reason, "error": str(error)})
+
+
+def _was_promoted(previous: Mapping[str, Any]) -> bool:
+    return bool((previous.get("canary") or {}).get("promoted"))
 
 
 def _has_work(scaled: Scaled) -> bool:

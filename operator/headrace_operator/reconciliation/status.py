@@ -262,7 +262,11 @@ def _scaling_active(service: ModelService, seen: Observations) -> Condition:
 
 
 def _canary_healthy(trial: CanaryTrial) -> Condition:
-    known = {CanaryReason.COMPARING: "Unknown", CanaryReason.AS_GOOD: "True"}
+    known = {
+        CanaryReason.COMPARING: "Unknown",
+        CanaryReason.AS_GOOD: "True",
+        CanaryReason.PROMOTED: "True",
+    }
     return Condition(
         CANARY_HEALTHY,
         known.get(CanaryReason(trial.reason), "False"),

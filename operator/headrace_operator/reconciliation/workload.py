@@ -40,6 +40,11 @@ class Workload:
         return min(counts, default=0)
 
     @property
+    def rolled_out(self) -> bool:
+        """Whether all engines asked for are of the newest revision, and ready."""
+        return bool(self.objects) and all(map(_is_rolled_out, self.objects))
+
+    @property
     def problem(self) -> Problem | None:
         """The problem that a Deployment itself reports; other kinds report none."""
         if self.kind is not WorkloadKind.DEPLOYMENT:
@@ -59,6 +64,13 @@ class Workload:
             for container in _pod_template(found)["spec"]["containers"]
             for variable in container.get("env", ())
         )
+
+
+def _is_rolled_out(found: Manifest) -> bool:
+    status, wanted = found.get("status", {}), found["spec"].get("replicas", 1)
+    seen = status.get("observedGeneration", 0) >= found["metadata"].get("generation", 0)
+    fewest = min(status.get("updatedReplicas", 0), status.get("readyReplicas", 0))
+    return bool(seen and fewest >= wanted and status.get("replicas", 0) <= wanted)
 
 
 async def workload_of(cluster: Cluster, service: ModelService) -> Workload:

@@ -1,10 +1,15 @@
 """Decides whether a canary is worse than the stable engines: one pure function."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
 from typing import Protocol
 
+from headrace_common.protocol.variants import Agreement
+
 FEWEST_ERRORS = 3  # failed requests of the canary; fewer may be chance
+
+
+_NO_ANSWERS = Agreement()
 
 
 class Served(Protocol):
@@ -27,7 +32,9 @@ class CanaryReason(StrEnum):
     AS_GOOD = "AsGoodAsStable"
     ERRORS = "CanaryFailsRequests"
     FIRST_TOKEN = "CanarySlowToFirstToken"  # noqa: S105 - not a secret
+    ANSWERS = "CanaryAnswersDiffer"
     OUTPUT_TOKEN = "CanarySlowPerOutputToken"  # noqa: S105
+    PROMOTED = "CanaryPromoted"
     BROKEN = "CanaryDoesNotRun"
 
 
@@ -36,12 +43,16 @@ class CanaryLimits:
     """How much worse than the stable engines a canary may be.
 
     Both sides must have ended `min_requests`. The share of failed requests may be larger by
-    `max_error_percent` points, mean latencies `max_latency_ratio` times as long.
+    `max_error_percent` points, mean latencies `max_latency_ratio` times as long. With
+    `min_agreement_percent` at least this percentage of the compared answers must be equal, once
+    there are `min_comparisons`.
     """
 
     min_requests: int
     max_error_percent: float
     max_latency_ratio: float
+    min_agreement_percent: float | None = None
+    min_comparisons: int = 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,8 +64,30 @@ class CanaryVerdict:
     worse: bool = False
 
 
-def compare(stable: Served, canary: Served, limits: CanaryLimits) -> CanaryVerdict:
-    """Compares what both sides have served since the canary was first seen."""
+def compare(
+    stable: Served, canary: Served, limits: CanaryLimits, agreement: Agreement = _NO_ANSWERS
+) -> CanaryVerdict:
+    """Compares what both sides have served since the canary was first seen. `agreement` is of
+    answers to the same requests."""
+    served = _compare_service(stable, canary, limits)
+    if served.worse or limits.min_agreement_percent is None:
+        return served
+    answers = _compare_answers(agreement, limits.min_agreement_percent, limits.min_comparisons)
+    if answers.worse or served.reason is CanaryReason.AS_GOOD:
+        return replace(answers, message=f"{served.message}; {answers.message}")
+    return replace(served, message=f"{served.message}; {answers.message}")
+
+
+def _compare_answers(agreement: Agreement, least_percent: float, least: int) -> CanaryVerdict:
+    text = f"{agreement.equal} of {agreement.compared} compared answers are equal"
+    if agreement.compared < least:
+        return CanaryVerdict(CanaryReason.COMPARING, f"{text}, {least} are needed")
+    if 100 * agreement.equal < least_percent * agreement.compared:
+        return CanaryVerdict(CanaryReason.ANSWERS, f"{text}, fewer than {least_percent:g}%", True)
+    return CanaryVerdict(CanaryReason.AS_GOOD, text)
+
+
+def _compare_service(stable: Served, canary: Served, limits: CanaryLimits) -> CanaryVerdict:
     least = min(stable.requests, canary.requests)
     figures = (
         f"{canary.requests:.0f} requests of the canary, {stable.requests:.0f} of stable engines"

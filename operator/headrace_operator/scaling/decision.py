@@ -68,7 +68,7 @@ def decide(
     if queue is None or (observation.ready > 0 and observation.engines is None):
         return _freeze(observation, policy, history, Reason.MISSING_METRICS)
     history = history.learn(observation, policy, now)
-    policy = policy.for_cycle(history.cold_start or policy.cold_start, history.drain)
+    policy = policy.for_cold_start(history.cold_start or policy.cold_start)
     policy = replace(policy, utilization=target_utilization(policy, history))
     steady = steady_estimates(observation, policy, history)
     history = history.with_load(_most(steady), policy, now)

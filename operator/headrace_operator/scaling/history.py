@@ -6,7 +6,7 @@ without it, scaling starts from the policy's guesses and keeps the count it find
 
 import json
 from dataclasses import asdict, dataclass, fields, replace
-from math import log, sqrt
+from math import sqrt
 from typing import Any
 
 from .forecast import Loads, record_load
@@ -21,10 +21,12 @@ SMOOTHING = 45.0
 START_WEIGHT = 0.3
 SURGE_SMOOTHING = 10.0
 """Time constant in seconds of the arrival rate that finds surges."""
-SURGE_DEVIATIONS = 1.0
-"""What a surge exceeds the smoothed rate by counts above this many standard deviations of the noise
-that independent arrivals have."""
-EULER_GAMMA = 0.5772
+READING = 5.0
+"""Seconds over which a measured arrival rate is a mean; half of them add to the smoothing."""
+_FAST, _SLOW = SURGE_SMOOTHING + READING / 2, SMOOTHING + READING / 2
+SURGE_NOISE = (_SLOW - _FAST) ** 2 / (2 * _FAST * _SLOW * (_FAST + _SLOW))
+"""The variance of the difference between the two smoothed rates of independent arrivals, divided by
+the rate."""
 LEAST_RATE = 1e-6
 """Per second. A slower speed is not valid; dividing by it would request too many engines."""
 
@@ -98,27 +100,16 @@ class History:
     def arrivals_ahead(self, ahead: float) -> float | None:
         """Requests per second expected `ahead` seconds from now; None if none were measured.
 
-        The smoothed rate. If the rate of the last seconds is above it by more than noise, the
-        excess counts, and is continued as a straight line up to twice the rate.
+        The smoothed rate. If the rate of the last seconds is above it by more than one standard
+        deviation of noise, the excess counts, and is continued as a straight line up to twice the
+        rate.
         """
         if self.arrivals is None or self.surge is None:
             return None
         rise = (SURGE_SMOOTHING + ahead) / (SMOOTHING - SURGE_SMOOTHING)
-        noise = sqrt(max(self.arrivals, LEAST_RATE) / (2 * SURGE_SMOOTHING))
-        excess = max(0.0, self.surge - self.arrivals - SURGE_DEVIATIONS * noise)
+        noise = sqrt(max(self.arrivals, LEAST_RATE) * SURGE_NOISE)
+        excess = max(0.0, self.surge - self.arrivals - noise)
         return self.arrivals + min(excess * (1 + rise), excess + self.surge)
-
-    @property
-    def drain(self) -> float:
-        """Seconds until the last request of a full engine ends, about; 0 until speeds are known.
-
-        A request runs for the capacity divided by the speed, on average. The last one of n
-        independent requests takes the n-th harmonic number as long.
-        """
-        if not self.engine_capacity or not self.engine_requests:
-            return 0.0
-        harmonic = log(self.engine_capacity) + EULER_GAMMA
-        return self.engine_capacity / self.engine_requests * max(1.0, harmonic)
 
     def _pods(self, seen: ScalingObservation, now: float) -> tuple[tuple[float, ...], float | None]:
         """The present starts, and the mean cold start including those that have just ended."""

@@ -9,8 +9,9 @@ class PolicyError(ValueError):
     """A value of a policy is out of range; the text names field, value and what is allowed."""
 
 
-SHORTEST_WINDOW = 60.0
-"""Bounds in seconds of the derived window for scaling down."""
+SHORTEST_WINDOW = 45.0
+"""Bounds in seconds of the derived window for scaling down; at least as long as speeds and arrivals
+are smoothed over."""
 LONGEST_WINDOW = 300.0
 
 
@@ -141,15 +142,16 @@ class ScalingPolicy:
         rate = self.engine_requests_per_second
         _require(rate is None or rate > 0, "engine_requests_per_second", rate, "above 0")
 
-    def for_cycle(self, cold_start: float, drain: float) -> "ScalingPolicy":
-        """The policy with the window that depends on the seconds of a start and of a drain.
+    def for_cold_start(self, cold_start: float) -> "ScalingPolicy":
+        """The policy with the window that depends on the seconds of a start.
 
-        An engine that goes and is needed again costs its drain and a new start. It is kept as long
-        as these take, which costs at most twice as much as knowing when it is needed.
+        An engine that goes and is needed again costs nothing while it drains, since it is recalled,
+        and a start after that. It is kept as long as a start takes: of all windows, this one costs
+        least in the worst case, compared with knowing when the engine is needed.
         """
         if self.scale_down.stabilization_window is not None:
             return self
-        window = min(LONGEST_WINDOW, max(SHORTEST_WINDOW, cold_start + drain))
+        window = min(LONGEST_WINDOW, max(SHORTEST_WINDOW, cold_start))
         return replace(self, scale_down=replace(self.scale_down, stabilization_window=window))
 
     def clamp(self, replicas: int) -> int:

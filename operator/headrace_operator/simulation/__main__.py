@@ -23,7 +23,7 @@ from .result import Objectives
 from .sharing_comparison import SharingComparison
 from .workload import DAY, Diurnal, Trace, diurnal, read_csv
 
-app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
+app = typer.Typer(rich_markup_mode="markdown", add_completion=False, pretty_exceptions_enable=False)
 _LIMITS = QueueLimits()
 _POLICY = ScalingPolicy()
 _LOAD = Diurnal()
@@ -37,24 +37,34 @@ class _Outputs:
     json: Path | None
     plot: Path | None
 
+    def check(self) -> None:
+        """Raises SimulationError if a file could not be written after the runs."""
+        for path in (self.json, self.plot):
+            if path is not None and not path.absolute().parent.is_dir():
+                raise SimulationError(f"{path}: its folder does not exist; make it")
+
 
 @app.command()
 def simulate(
     trace: Annotated[
         list[Path] | None,
         typer.Option(
-            help="CSV with arrival_seconds,prompt_tokens,output_tokens; default: a made-up day. "
+            help="CSV with arrival_seconds, prompt_tokens, output_tokens; default: a made-up day. "
             "Repeat it for several models, which share one accelerator."
         ),
     ] = None,
     models: Annotated[
-        int, typer.Option(min=1, help="Made-up traces, one a model, at other times of the day.")
+        int,
+        typer.Option(
+            min=1,
+            help="Number of made-up traces, one for each model, at different times of the day.",
+        ),
     ] = 1,
     min_awake: Annotated[
-        float, typer.Option(min=0, help="Seconds that a model with work is awake at least.")
+        float, typer.Option(min=0, help="Fewest seconds that a model with work stays awake.")
     ] = _TURNS.min_awake,
     max_awake: Annotated[
-        float, typer.Option(min=1, help="Seconds after which it lets another model wake up.")
+        float, typer.Option(min=1, help="Seconds after which a model lets another one wake up.")
     ] = _TURNS.max_awake,
     engine_profile: Annotated[
         Path | None,
@@ -66,12 +76,18 @@ def simulate(
     ] = None,
     days: Annotated[float, typer.Option(min=0.01, help="Length of the made-up trace.")] = 1.0,
     peak_rate: Annotated[
-        float, typer.Option(min=0.001, help="Its requests a second at the busiest time.")
+        float,
+        typer.Option(min=0.001, help="Requests a second of the made-up trace at its busiest time."),
     ] = _LOAD.peak_rate,
     open_hours: Annotated[
-        float, typer.Option(min=0.1, max=24, help="Hours of a day in which requests come.")
+        float,
+        typer.Option(
+            min=0.1, max=24, help="Hours of a day in which the made-up trace has requests."
+        ),
     ] = _LOAD.open_hours,
-    bursts: Annotated[int, typer.Option(min=0, help="Its bursts a day.")] = _LOAD.bursts,
+    bursts: Annotated[
+        int, typer.Option(min=0, help="Bursts a day of the made-up trace.")
+    ] = _LOAD.bursts,
     burst: Annotated[
         float, typer.Option(min=0, help="The largest burst, as a share of the peak rate.")
     ] = _LOAD.burst,
@@ -82,9 +98,10 @@ def simulate(
     tpot: Annotated[
         float, typer.Option(min=0, help="Objective: seconds per output token after it.")
     ] = _GOALS.time_per_output_token,
-    min_replicas: Annotated[int, typer.Option(min=0, help="0 scales to zero.")] = 1,
+    min_replicas: Annotated[int, typer.Option(min=0, help="Fewest engines; 0 scales to zero.")] = 1,
     max_replicas: Annotated[
-        int | None, typer.Option(min=1, max=1000, help="Default: twice the fixed peak fleet.")
+        int | None,
+        typer.Option(min=1, max=1000, help="Most engines; default: twice the fixed peak fleet."),
     ] = None,
     utilization: Annotated[
         float, typer.Option(help="Target of all policies: share of sequences that run.")
@@ -110,7 +127,8 @@ def simulate(
         int, typer.Option(min=1, help="The gateways' bound of waiting tokens.")
     ] = _LIMITS.max_tokens,
     policy: Annotated[
-        list[str] | None, typer.Option(help=f"Any of {', '.join(POLICIES)}; repeat it.")
+        list[str] | None,
+        typer.Option(help=f"Policy to compare, repeatable: {', '.join(POLICIES)}; default: all."),
     ] = None,
     oracle: Annotated[
         bool,
@@ -119,7 +137,7 @@ def simulate(
     json: Annotated[Path | None, typer.Option(help="File for the results.")] = None,
     plot: Annotated[Path | None, typer.Option(help="PNG file for a picture.")] = None,
 ) -> None:
-    """Try scaling policies on a trace in virtual time, with the operator's own decision."""
+    """Compare scaling policies on a trace in virtual time; the operator's own code decides."""
     load = Diurnal(
         seconds=days * DAY,
         peak_rate=peak_rate,
@@ -148,6 +166,7 @@ def simulate(
     limits = QueueLimits(max_requests=max_queued_requests, max_tokens=max_queued_tokens)
     names = _names(policy)
     outputs = _Outputs(json, plot)
+    outputs.check()
     inputs = {
         "trace": [str(path) for path in trace] if trace else asdict(load),
         "profile": asdict(profile),

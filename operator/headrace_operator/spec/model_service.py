@@ -4,7 +4,7 @@
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 from pydantic import Field, ValidationError
@@ -107,6 +107,20 @@ class ModelService:
         several namespaces may use."""
         sharing = self.spec.sharing
         return None if sharing is None else f"{self.namespace}/{sharing.group}"
+
+    @property
+    def promoted(self) -> "ModelService":
+        """The service as it is once its stable engines run what its canary runs."""
+        canary = self.spec.canary
+        assert canary is not None, "there is a canary"
+        model, engine = self.spec.model, self.spec.engine
+        if canary.image is not None:
+            engine = engine.model_copy(update={"image": canary.image})
+        if canary.revision is not None and model.hub is not None:
+            hub = model.hub.model_copy(update={"revision": canary.revision})
+            model = model.model_copy(update={"hub": hub})
+        spec = self.spec.model_copy(update={"model": model, "engine": engine})
+        return replace(self, spec=spec)
 
     @property
     def key(self) -> tuple[str, str]:

@@ -68,8 +68,8 @@ class BehaviorSpec(SpecSection):
     scale_up: BehaviorRulesSpec = BehaviorRulesSpec()
     """Default: no window, twice the engines or 4 more in 15 s, whichever is more."""
     scale_down: BehaviorRulesSpec = BehaviorRulesSpec()
-    """Default: a window as long as a start and a drain are measured to take, 60 to 300 s (keda and
-    hpa: 300 s); a quarter of the engines or 1 in 60 s, whichever is more."""
+    """Default: a window as long as a start is measured to take, 45 to 300 s (keda and hpa:
+    300 s); a quarter of the engines or 1 in 60 s, whichever is more."""
 
 
 class ForecastSpec(SpecSection):

@@ -218,6 +218,10 @@ def status_schema() -> Schema:
                         "type": "boolean",
                         "description": "Whether it was stopped because it was worse.",
                     },
+                    "promoted": {
+                        "type": "boolean",
+                        "description": "Whether the stable engines run what it runs.",
+                    },
                     "reason": _text("How it does, in one word."),
                     "message": _text("The same, with the figures."),
                 },

@@ -442,6 +442,13 @@ class CanaryAnalysisSpec(SpecSection):
     """Percentage points by which more of the canary's requests may fail."""
     max_latency_ratio: float = Field(2.0, ge=1, le=1000)
     """How many times as long its mean time to first token and per output token may be."""
+    min_agreement_percent: float | None = Field(None, ge=0, le=100)
+    """Share of the compared answers that must be equal. Where it is set, gateways repeat some
+    greedy requests of the stable engines on the canary, and compare the answers."""
+    min_comparisons: int = Field(20, ge=1, le=100_000)
+    """Answers that must have been compared before their agreement counts."""
+    comparisons_per_minute: int = Field(6, ge=1, le=60)
+    """The most requests that all gateways together repeat."""
 
 
 class CanarySpec(SpecSection):
@@ -459,6 +466,9 @@ class CanarySpec(SpecSection):
     """Hub revision of the canary's model."""
     analysis: CanaryAnalysisSpec = CanaryAnalysisSpec()
     """How it is compared with the stable engines."""
+    auto_promotion_seconds: int | None = Field(None, ge=0, le=2_592_000)
+    """Seconds for which the canary must have been as good as the stable engines, without a break,
+    before they get its image and revision; never where absent. The spec is not changed."""
 
     @model_validator(mode="after")
     def _differs(self) -> "CanarySpec":

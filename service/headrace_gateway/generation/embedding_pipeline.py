@@ -13,6 +13,7 @@ from headrace_common.protocol.accounts import Item, ItemKind
 from headrace_common.protocol.store import StoredRequest
 from headrace_common.sampling.params import SamplingParams
 from headrace_common.sampling.pooling import PoolingParams
+from headrace_common.text.late_interaction import LateInteraction
 from headrace_common.wire.messages import GenerateRequest
 
 from ..errors import invalid, too_long
@@ -31,6 +32,7 @@ from .embeddings import (
     ResumableEmbeddingExchange,
     ResumableEmbeddingResponse,
     content_of,
+    of_tokens,
 )
 from .pipeline import Pipeline
 from .prompts import ChatOptions, Prompt
@@ -39,6 +41,8 @@ from .resumable_response import queue_id_of
 # An engine that does not know embeddings generates one token instead, by which the gateway
 # recognises it.
 SAMPLING = SamplingParams(max_tokens=1)
+# The most numbers of all vectors of an answer, of models that make one for each token: 16 MiB.
+MAX_ANSWER_NUMBERS = 2**22
 # After this many inputs, the event loop can work for other requests.
 INPUTS_AT_ONCE = 64
 
@@ -119,10 +123,11 @@ def _resume_options(headers: Mapping[str, str]) -> ResumeOptions | None:
 async def _response(call: EmbeddingCall, job: Job, requests: Sequence[GenerateRequest]) -> Response:
     pipeline = call.pipeline
     limits = await pipeline.reserve(job, requests, call.observation)
-    model, encoding = job.model.name, call.body.encoding_format
+    model, form = job.model.name, _form(call)
 
     async def write(vectors: Sequence[bytes], tokens: int) -> bytes:
-        return await content_of(vectors, model, tokens, encoding)
+        counts = [len(request.prompt_token_ids) for request in requests]
+        return await content_of(vectors, counts, model, form)
 
     exchange = EmbeddingExchange(
         admission=pipeline.admission,
@@ -143,7 +148,8 @@ async def _resumable_response(
     pipeline = call.pipeline
     embeddings, fresh = pipeline.resumable.embeddings, _fresh(call, requests, digest)
     kind = ItemKind.EMBEDDINGS if pipeline.batch is None else ItemKind.LINE
-    size = bytes_of(requests, job.model.embedding_size)
+    late = job.model.late_interaction
+    size = bytes_of(requests, job.model.embedding_size, None if late is None else late.size)
     inputs = await embeddings.keep(fresh, Item(kind, fresh.request_id, size, fresh.expires_ms))
     try:
         limits = await pipeline.reserve(job, inputs.to_run or requests, call.observation)
@@ -190,14 +196,27 @@ async def _encode(call: EmbeddingCall) -> Sequence[Prompt]:
     longest = max(map(len, prompts))
     if context is not None and longest > context:
         raise too_long(context, f"{longest} tokens in one input", param=name)
+    if call.model.late_interaction is not None:
+        _check_vectors(call.model.late_interaction, sum(map(len, prompts)), name)
     return prompts
 
 
+def _check_vectors(late: LateInteraction, tokens: int, name: str) -> None:
+    most = MAX_ANSWER_NUMBERS // late.size
+    if tokens > most:
+        raise invalid(
+            f"{name}: {tokens} tokens have {tokens} vectors, which is over the limit of {most} of "
+            "one request. Split the request.",
+            param=name,
+        )
+
+
 async def _inputs(call: EmbeddingCall, context: int | None) -> list[Prompt]:
+    late, given = call.model.late_interaction, call.body.input
     found = await call.pipeline.prompts.completion(
         call.model,
-        call.body.input,
-        add_special_tokens=call.body.add_special_tokens is not False,
+        given if late is None else _queries(late, given),
+        add_special_tokens=late is None and call.body.add_special_tokens is not False,
         max_prompts=call.max_inputs,
         context=context,
         name="input",
@@ -205,9 +224,18 @@ async def _inputs(call: EmbeddingCall, context: int | None) -> list[Prompt]:
     return [Prompt(each) for each in found]
 
 
+def _queries(late: LateInteraction, given: object) -> object:
+    """The inputs of a model of late interaction: texts become queries."""
+    if isinstance(given, str):
+        return late.query(given)
+    if isinstance(given, list):
+        return [late.query(each) if isinstance(each, str) else each for each in given]
+    return given
+
+
 async def _chat(call: EmbeddingCall, messages: Sequence[Message], context: int | None) -> Prompt:
     body = call.body
-    if call.model.images is not None and call.model.images.alone:
+    if call.model.embeds_alone:
         special = body.add_special_tokens is not False
         return await call.pipeline.prompts.alone(
             call.model, messages, add_special_tokens=special, context=context
@@ -251,8 +279,13 @@ def _fresh(
         created=requests[0].created_ms // 1000,
         expires_ms=requests[0].deadline_ms + requests[0].keep_ms,
         requests=tuple(requests),
-        form=call.body.encoding_format,
+        form=_form(call),
     )
+
+
+def _form(call: EmbeddingCall) -> str:
+    encoding = call.body.encoding_format
+    return encoding if call.model.late_interaction is None else of_tokens(encoding)
 
 
 def _location(inputs: StoredEmbeddingRequest) -> Mapping[str, str]:

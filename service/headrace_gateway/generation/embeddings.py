@@ -33,6 +33,10 @@ Encoding = Literal["float", "base64"]
 
 # Writing a float as text takes about half a microsecond: more than these are written in a thread.
 INLINE_FLOATS = 16_384
+# Base64 is faster to write than text, but there may be megabytes of it.
+INLINE_ENCODED_FLOATS = 2**18
+# Ends the form of answers with a vector for each token.
+_OF_TOKENS = "_of_tokens"
 # The piece that is recorded in metrics for a vector, which has no tokens.
 ONE_MADE = Piece(choice=0, text="", token_ids=(), logprobs=None, finish_reason="stop")
 
@@ -176,30 +180,55 @@ def prompt_tokens(stored: StoredRequest) -> int:
 
 async def stored_content(stored: StoredRequest, vectors: Sequence[bytes]) -> bytes:
     """Returns the body of a stored request's answer: the same bytes each time."""
-    encoding: Encoding = "base64" if stored.form == "base64" else "float"
-    return await content_of(vectors, stored.model, prompt_tokens(stored), encoding)
+    counts = [len(request.prompt_token_ids) for request in stored.requests]
+    return await content_of(vectors, counts, stored.model, stored.form)
+
+
+def of_tokens(encoding: Encoding) -> str:
+    """Returns the form of answers that have a vector for each token."""
+    return encoding + _OF_TOKENS
 
 
 async def content_of(
-    vectors: Sequence[bytes], model: str, tokens: int, encoding: Encoding
+    vectors: Sequence[bytes], counts: Sequence[int], model: str, form: str
 ) -> bytes:
-    """Returns the body of an answer; a large one is made in a thread."""
+    """Returns the body of an answer; a large one is made in a thread. See embeddings_body."""
     floats = sum(map(len, vectors)) // 4
-    if encoding == "base64" or floats <= INLINE_FLOATS:
-        return embeddings_body(vectors, model, tokens, encoding)
-    return await asyncio.to_thread(embeddings_body, vectors, model, tokens, encoding)
+    if floats <= INLINE_FLOATS or (form.startswith("base64") and floats <= INLINE_ENCODED_FLOATS):
+        return embeddings_body(vectors, counts, model, form)
+    return await asyncio.to_thread(embeddings_body, vectors, counts, model, form)
 
 
-def embeddings_body(vectors: Sequence[bytes], model: str, tokens: int, encoding: Encoding) -> bytes:
-    """Returns the body of an answer. Vectors are little-endian float32, as base64 carries them."""
-    write = _as_base64 if encoding == "base64" else _as_numbers
+def embeddings_body(
+    vectors: Sequence[bytes], counts: Sequence[int], model: str, form: str
+) -> bytes:
+    """Returns the body of an answer. `counts` are the tokens of each input, `form` is an encoding,
+    or what `of_tokens` makes of it.
+
+    Vectors are little-endian float32, as base64 carries them; those of an input's tokens are one
+    after the other.
+    """
+    if form.startswith("base64"):
+        written = map(_as_base64, vectors)
+    elif form.endswith(_OF_TOKENS):
+        written = map(_as_rows, vectors, counts)
+    else:
+        written = map(_as_numbers, vectors)
     items = ",".join(
-        f'{{"object":"embedding","index":{index},"embedding":{write(vector)}}}'
-        for index, vector in enumerate(vectors)
+        f'{{"object":"embedding","index":{index},"embedding":{each}}}'
+        for index, each in enumerate(written)
     )
+    tokens = sum(counts)
     usage = {"prompt_tokens": tokens, "total_tokens": tokens}
     tail = json.dumps({"model": model, "usage": usage}, separators=(",", ":"))
     return f'{{"object":"list","data":[{items}],{tail[1:]}'.encode()
+
+
+def _as_rows(vectors: bytes, count: int) -> str:
+    """Writes `count` vectors of the same length."""
+    size = len(vectors) // count
+    rows = (vectors[at : at + size] for at in range(0, count * size, size))
+    return f"[{','.join(map(_as_numbers, rows))}]"
 
 
 def _as_base64(vector: bytes) -> str:

@@ -88,7 +88,7 @@ class PromptEncoder:
         add_special_tokens: bool,
         context: int | None = None,
     ) -> Prompt:
-        """Returns the prompt of a message for a model that embeds either an image or a text."""
+        """Returns the prompt of a message for a model that embeds an image or a text alone."""
         sources = list(_image_sources(messages))
         text = "".join(_texts(messages))
         if len(sources) > 1 or (sources and text) or not (sources or text):
@@ -96,18 +96,23 @@ class PromptEncoder:
                 f"messages: the model {model.name} embeds one image or one text: send either.",
                 param="messages",
             )
+        late = model.late_interaction
         if not sources:
             (ids,) = await self.completion(
                 model,
-                text,
-                add_special_tokens=add_special_tokens,
+                text if late is None else late.query(text),
+                add_special_tokens=late is None and add_special_tokens,
                 max_prompts=1,
                 context=context,
                 name="messages",
             )
             return Prompt(ids)
         form = _image_format(model, sources[0].name)
-        return _with_images(form, [form.placeholder], await self._images.read(sources, self._work))
+        images = await self._images.read(sources, self._work)
+        ids = [form.placeholder]
+        if late is not None:
+            ids = model.tokenizer.encode(late.image_prompt, add_special_tokens=False)
+        return _with_images(form, ids, images)
 
     async def _token_ids(
         self,

@@ -160,6 +160,12 @@ async def score(
             f"{KEY_HEADER}: scores are not stored; send the request again without it.",
             param=KEY_HEADER,
         )
+    if model.late_interaction is not None:
+        raise invalid(
+            f"{model.name} makes a vector for each token, which is not compared here: get the "
+            "vectors from /v1/embeddings.",
+            param="model",
+        )
     comparison = comparison_of(body, max_pairs)
     request_id = await pipeline.admission.ids.new(model.queue, pipeline.tenant)
     observation = pipeline.observe(request, request_id, OPERATION, model, SAMPLING)

@@ -49,6 +49,7 @@ from ..limits.work import WorkPool
 from ..models.models import Models
 from ..openai.responses.schemas import ResponsesRequest
 from ..parsing.chat_output import ChatOutput
+from ..queue_client.canary_comparisons import CanaryComparisons
 from ..queue_client.drain import Drain
 from ..queue_client.engines import EngineDirectory
 from ..queue_client.ports import Client, EngineList, QueuePositions, RequestDirectory
@@ -146,8 +147,8 @@ class AppDependencies:
     every request needs one; `usage` counts what keys with limits use. Without `durable` a request
     lives no longer than its connection; without `storage` there are no files and no batches,
     without `live` consoles see engines' heartbeats only, and without `adapter_control` adapters do
-    not change. `placed_tokens` are counted by model and kind, if requests are placed. Requests'
-    times are of `clock`.
+    not change. `placed_tokens` are counted by model and kind, if requests are placed. `comparisons`
+    compares canaries' answers. Requests' times are of `clock`.
     """
 
     served: Models
@@ -166,6 +167,7 @@ class AppDependencies:
     shared_requests: SharedRequests | None = None
     adapter_control: AdapterControl | None = None
     placed_tokens: Mapping[tuple[str, str], int] | None = None
+    comparisons: CanaryComparisons | None = None
     clock: RedisClock = field(default_factory=RedisClock)
 
 
@@ -409,6 +411,8 @@ def _resumable(
 
 
 def _observe(metrics: GatewayMetrics, deps: AppDependencies, stores: TenantStores | None) -> None:
+    if deps.comparisons is not None:
+        deps.comparisons.listen(metrics.compared)
     if deps.telemetry.measuring:
         loop = asyncio.get_running_loop()
         metrics.observe_queue(QueueScrapeCache(deps.queue, deps.served, loop))

@@ -9,8 +9,14 @@ from headrace_common.errors import SettingsError
 from headrace_common.images.formats import read_image_format
 from headrace_common.protocol.registry import Files, RegisteredModel, digest_of
 from headrace_common.text.chat_template import ChatTemplateError, find_chat_template
-from headrace_common.text.checkpoint import CheckpointFiles, is_cross_encoder, read_files
+from headrace_common.text.checkpoint import (
+    CheckpointFiles,
+    base_config,
+    is_cross_encoder,
+    read_files,
+)
 from headrace_common.text.errors import TokenizerError
+from headrace_common.text.late_interaction import read_late_interaction
 from headrace_common.text.tokenizer import Tokenizer
 
 from ..settings import GatewaySettings
@@ -48,6 +54,7 @@ def load_registered(
         created=model.created,
         embedding_size=_hidden_size(files.json("config.json")),
         scores_pairs=is_cross_encoder(files.json("config.json")),
+        late_interaction=read_late_interaction(files),
         images=read_image_format(files, tokenizer) if model.images else None,
         system_fingerprint=_fingerprint(files),
         registered=True,
@@ -65,6 +72,7 @@ def _static(
         chat_template = find_chat_template(files, tokenizer)
         config = files.json("config.json")
         images = read_image_format(files, tokenizer)
+        late_interaction = read_late_interaction(files)
     except (TokenizerError, ChatTemplateError, OSError) as error:
         raise SettingsError(f"model {name!r}: {error}") from error
     return ServedModel(
@@ -75,6 +83,7 @@ def _static(
         created=int(time.time()),
         embedding_size=_hidden_size(config),
         scores_pairs=is_cross_encoder(config),
+        late_interaction=late_interaction,
         images=images,
         system_fingerprint=_fingerprint(files),
     )
@@ -96,7 +105,8 @@ def _hidden_size(config: Mapping[str, object]) -> int | None:
 
 def _number(config: Mapping[str, object], *names: str) -> int | None:
     """Returns the first of these fields that the text model has."""
-    text_config = config.get("text_config")
-    source = text_config if isinstance(text_config, dict) else config
+    base = base_config(config)
+    text_config = base.get("text_config")
+    source = text_config if isinstance(text_config, dict) else base
     value = next((source[name] for name in names if name in source), None)
     return value if isinstance(value, int) and value > 0 else None

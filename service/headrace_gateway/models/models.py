@@ -11,6 +11,7 @@ from typing import Protocol
 
 from headrace_common.images.layout import ImageFormat
 from headrace_common.text.chat_template import ChatTemplate
+from headrace_common.text.late_interaction import LateInteraction
 from headrace_common.text.tokenizer import Tokenizer
 
 from ..errors import ApiError, invalid, unavailable
@@ -22,11 +23,12 @@ class ServedModel:
 
     `max_model_len` is an upper limit of the engines' lengths; `usual_model_len` is used while no
     engine reports one. `embedding_size` is the length of its vectors, as far as its files tell;
-    `scores_pairs` says that it is a cross-encoder. `parent` is the base model of a LoRA adapter,
-    else None; `lora_version` is set if that was loaded while engines served. `system_fingerprint`
-    tells clients when the model has changed. `alias_of` is the model's own name if it is listed
-    under an alias. `images` says how it reads images; None if it reads none. `registered`: its
-    files came from an engine, which may be a stranger's.
+    `scores_pairs` says that it is a cross-encoder; `late_interaction` is what a model reads that
+    makes a vector for each token. `parent` is the base model of a LoRA adapter, else None;
+    `lora_version` is set if that was loaded while engines served. `system_fingerprint` tells
+    clients when the model has changed. `alias_of` is the model's own name if it is listed under an
+    alias. `images` says how it reads images; None if it reads none. `registered`: its files came
+    from an engine, which may be a stranger's.
     """
 
     name: str
@@ -37,6 +39,7 @@ class ServedModel:
     usual_model_len: int | None = None
     embedding_size: int | None = None
     scores_pairs: bool = False
+    late_interaction: LateInteraction | None = None
     images: ImageFormat | None = None
     parent: str | None = None
     lora_version: str | None = None
@@ -48,6 +51,11 @@ class ServedModel:
     def rendered_in_worker(self) -> bool:
         """Whether its template needs a process that can be killed."""
         return self.registered and self.chat_template is not None and not self.chat_template.bounded
+
+    @property
+    def embeds_alone(self) -> bool:
+        """Whether it embeds an image or a text alone, without a chat template."""
+        return self.late_interaction is not None or (self.images is not None and self.images.alone)
 
     @property
     def queue(self) -> str:

@@ -15,7 +15,13 @@ from contextlib import aclosing
 from dataclasses import replace
 from typing import Any, Protocol
 
-from headrace_common.errors import BackendUnavailable, FailureCode, HeadraceError, RequestConflict
+from headrace_common.errors import (
+    BackendUnavailable,
+    FailureCode,
+    HeadraceError,
+    QueueFull,
+    RequestConflict,
+)
 from headrace_common.protocol.base import (
     AdmitResult,
     AdmitState,
@@ -23,6 +29,8 @@ from headrace_common.protocol.base import (
     Placement,
     QueueLimits,
 )
+from headrace_common.protocol.requests import UNKNOWN_RATE_S
+from headrace_common.protocol.variants import is_comparison
 from headrace_common.wire.messages import (
     Control,
     Failed,
@@ -47,6 +55,7 @@ logger = logging.getLogger(__name__)
 CALM = 0.002  # Seconds. If frames are further apart, they need not be handled together.
 
 CountShards = Callable[[str], Awaitable[int]]
+TimeToTurn = Callable[[str], Awaitable[float | None]]
 ChooseSide = Callable[[GenerateRequest], Awaitable[str]]
 
 
@@ -68,7 +77,8 @@ class GenerationClient:
     `clock` gives Unix seconds, for deadlines; `monotonic` seconds, for waiting. `placer` places
     requests; without it any engine may take them. `shards` says how many shards a
     model's queue has, each with its part of `limits`; without it one. `side` says which side of
-    engines a request is for during a canary; without it the stable one. `history` notes what
+    engines a request is for during a canary; without it the stable one. `turn` says in how many
+    seconds a model's engines wake if all of them sleep (None: one is awake). `history` notes what
     becomes of requests. Use from one event loop.
     """
 
@@ -81,6 +91,7 @@ class GenerationClient:
         placer: Placer | None = None,
         shards: CountShards | None = None,
         side: ChooseSide | None = None,
+        turn: TimeToTurn | None = None,
         monotonic: Callable[[], float] = time.monotonic,
         history: RequestHistory | None = None,
     ) -> None:
@@ -89,6 +100,7 @@ class GenerationClient:
         self._history = history
         self._shards = shards
         self._side = side
+        self._turn = turn
         self.ignored: Counter[str] = Counter()  # replies dropped, by reason
         self._limits = limits
         self._clock = clock
@@ -99,6 +111,7 @@ class GenerationClient:
             queue, limits, self._config, self._now, self._active, self._admitted
         )
         self._deadlines: dict[str, asyncio.TimerHandle] = {}
+        self._on_end: Callable[[Generation], None] | None = None
         self._late = LateReplies(self._config.silence)
         # of ended requests: the model, and the output tokens that the client was given
         self._given: OrderedDict[str, tuple[str, int]] = OrderedDict()
@@ -165,19 +178,23 @@ class GenerationClient:
         self._tasks = []
         await self.queue.close()
 
+    def on_end(self, listener: Callable[[Generation], None]) -> None:
+        """Has `listener` called with each generation that has ended here. It must not raise."""
+        self._on_end = listener
+
     async def submit(self, request: GenerateRequest) -> Generation:
         """Queues a request, or follows one that is known, to its end.
 
         Raises QueueFull, RequestConflict, BackendUnavailable.
         """
-        if self._side is not None:
+        if self._side is not None and not is_comparison(request):
             request = replace(request, variant=await self._side(request))
         placement = None if self._placer is None else await self._placer.place(request)
         shards = 1 if self._shards is None else await self._shards(request.model)
         if request.request_id in self._active:
             raise RequestConflict(f"request {request.request_id} is in flight here already")
         generation = Generation(request, self._callbacks, self._now(), placement)
-        if self._history is not None:
+        if self._history is not None and not is_comparison(request):
             generation.timeline = self._history.begin(request, generation.arbiter)
         self._late.begun(request.request_id)
         self._active[request.request_id] = (
@@ -197,6 +214,8 @@ class GenerationClient:
             unclear = not isinstance(error, HeadraceError) or isinstance(error, BackendUnavailable)
             if unclear and not generation.shared:
                 self._in_background(self._abandon(generation))  # perhaps only the reply was lost
+            if isinstance(error, QueueFull):
+                await self._wait_for_turn(error, request.model)
             if not isinstance(error, RequestConflict):  # then the id is another request's
                 self._drop_images(generation)
             raise
@@ -204,6 +223,13 @@ class GenerationClient:
             self._follow(generation)
             await self._admitted(generation, admission)
         return generation
+
+    async def _wait_for_turn(self, error: QueueFull, model: str) -> None:
+        """Makes a refusal count the wait for engines that sleep. The rate at which their queue
+        drains will be another one than that of their sleep."""
+        wait = None if self._turn is None else await self._turn(model)
+        if wait is not None:
+            error.retry_after = wait + UNKNOWN_RATE_S
 
     @property
     def models(self) -> set[str]:
@@ -246,6 +272,8 @@ class GenerationClient:
             self._drop_images(generation)
         self._late.ended(rid, self._now())
         self._remember_given(generation)
+        if self._on_end is not None:
+            self._on_end(generation)
 
     def _leave(self, request_id: str) -> None:
         generation = self._active.get(request_id)

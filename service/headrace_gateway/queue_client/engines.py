@@ -4,7 +4,7 @@ import time
 from collections.abc import Callable, Sequence
 
 from headrace_common.errors import BackendUnavailable
-from headrace_common.protocol.base import EngineStatus
+from headrace_common.protocol.base import CanaryPlan, EngineStatus
 from headrace_common.protocol.shards import shards_of
 from headrace_common.protocol.variants import CANARY, STABLE, side_of
 from headrace_common.wire.messages import GenerateRequest
@@ -21,7 +21,7 @@ class EngineDirectory:
         self._queue = queue
         self._clock = clock
         self._known: dict[str, tuple[float, Sequence[EngineStatus]]] = {}
-        self._percents: dict[str, float] = {}  # of models with a canary
+        self._plans: dict[str, CanaryPlan] = {}  # of models with a canary
 
     async def engines(self, model: str) -> Sequence[EngineStatus]:
         """Returns the model's engines. Raises BackendUnavailable."""
@@ -30,9 +30,15 @@ class EngineDirectory:
         if now - taken_at >= LIFETIME_S:
             engines = await self._queue.engines(model)
             if any(engine.variant == CANARY for engine in engines):
-                self._percents[model] = await self._queue.canary_percent(model)
+                self._plans[model] = await self._queue.canary_plan(model)
+            else:
+                self._plans.pop(model, None)
             self._known[model] = (now, engines)
         return engines
+
+    def plan(self, model: str) -> CanaryPlan:
+        """Returns what is meant for the model's canary, as `engines` last read it."""
+        return self._plans.get(model, CanaryPlan())
 
     async def side(self, request: GenerateRequest) -> str:
         """Returns the side of engines that a new request is for; the stable one if unknown."""
@@ -40,7 +46,19 @@ class EngineDirectory:
             engines = await self.engines(request.model)
         except BackendUnavailable:
             return STABLE
-        return side_of(request.request_id, self._percents.get(request.model, 0.0), engines)
+        return side_of(request.request_id, self.plan(request.model).percent, engines)
+
+    async def time_to_turn(self, model: str) -> float | None:
+        """Returns the seconds until a sleeping engine of the model wakes for its turn; None if one
+        takes work, or none is known."""
+        try:
+            engines = await self.engines(model)
+        except BackendUnavailable:
+            return None
+        asleep = [engine.time_to_turn for engine in engines if not engine.draining]
+        if any(engine.takes_work for engine in engines):
+            return None
+        return min(asleep, default=None)
 
     async def shards(self, model: str) -> int:
         """Returns the number of shards that new requests go to; 1 if it is not known."""

@@ -97,6 +97,25 @@ class Generation:
         return sum(self._stopped.get(n, self.arbiter.token_count(n)) for n in choices)
 
     @property
+    def failed(self) -> bool:
+        """Whether it ended without a whole answer."""
+        return self._failure is not None
+
+    @property
+    def owner(self) -> tuple[str, int] | None:
+        """The engine that has it, or had it at its end, and the attempt; None before the first
+        reply, and while another gateway has the request."""
+        return self.arbiter.owner if self.holder is None else None
+
+    def tokens(self, choice: int) -> Sequence[int]:
+        """The output tokens of a choice that the client was given."""
+        return self.arbiter.states()[choice].token_ids[: self._stopped.get(choice)]
+
+    def ended_by_itself(self, choice: int) -> bool:
+        """Whether the model ended a choice, not a bound or a stop string."""
+        return choice not in self._stopped and self.arbiter.finish_reasons[choice] == "stop"
+
+    @property
     def started(self) -> bool:
         """Whether an engine has reported it."""
         return self.arbiter.owner is not None

@@ -3,7 +3,12 @@
 from collections.abc import AsyncIterator, Callable, Sequence
 from typing import Protocol, TypeGuard
 
-from headrace_common.protocol.base import EngineStatus, QueuePosition, RequestStatus
+from headrace_common.protocol.base import (
+    CanaryPlan,
+    EngineStatus,
+    QueuePosition,
+    RequestStatus,
+)
 from headrace_common.wire.messages import GenerateRequest, Logprobs
 
 
@@ -95,4 +100,4 @@ class EngineList(Protocol):
 
     async def engines(self, model: str) -> Sequence[EngineStatus]: ...
 
-    async def canary_percent(self, model: str) -> float: ...
+    async def canary_plan(self, model: str) -> CanaryPlan: ...

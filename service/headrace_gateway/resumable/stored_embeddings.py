@@ -214,14 +214,20 @@ class StoredEmbeddings:
         return found
 
 
-def bytes_of(requests: Sequence[GenerateRequest], size: int | None) -> int:
+def bytes_of(
+    requests: Sequence[GenerateRequest], size: int | None, token_size: int | None = None
+) -> int:
     """Returns an upper bound of the bytes that the answers take in Redis.
 
-    `size` is the number of dimensions of the model's vectors.
+    `size` is the number of dimensions of the model's vectors. A model with a `token_size` makes a
+    vector of as many dimensions for each token.
     """
     numbers = requests[0].pooling.dimensions if requests[0].pooling is not None else None
-    vector = 4 * (numbers or size or DEFAULT_VECTOR_LENGTH)
-    return sum(vector + 4 * len(request.prompt_token_ids) + RECORD_BYTES for request in requests)
+    vector = 0 if token_size else 4 * (numbers or size or DEFAULT_VECTOR_LENGTH)
+    token = 4 + 4 * (token_size or 0)
+    return sum(
+        vector + token * len(request.prompt_token_ids) + RECORD_BYTES for request in requests
+    )
 
 
 def _vector(request_status: RequestStatus | None) -> bytes | None:

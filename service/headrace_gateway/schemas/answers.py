@@ -262,11 +262,12 @@ class TokenCount(TypedDict):
 
 
 class Embedding(TypedDict):
-    """`embedding` is a list of numbers, or with `encoding_format: base64` their float32 bytes."""
+    """`embedding` is a list of numbers, or with `encoding_format: base64` their float32 bytes. A
+    model of late interaction makes a list for each token."""
 
     object: Literal["embedding"]
     index: int
-    embedding: list[float] | str
+    embedding: list[float] | list[list[float]] | str
 
 
 class EmbeddingList(TypedDict):

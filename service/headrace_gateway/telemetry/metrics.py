@@ -29,6 +29,7 @@ from headrace_common.structured.grammar_checks import CheckResult
 from ..limits.api_keys import KeyRing
 from ..limits.tenant_stores import TenantStores
 from ..limits.tenants import MAX_LABELS, TenantLabels
+from ..queue_client.canary_comparisons import ComparisonResult
 from .batch_scrape_cache import FINAL_STATES, BatchScrapeCache
 from .scrape_cache import ScrapeCache
 
@@ -92,6 +93,8 @@ class GatewayMetrics:
         self._batches_ended = counter(meter, names.BATCH_ENDED)
         self._grammar_checks = counter(meter, names.GATEWAY_GRAMMAR_CHECKS)
         self._images = counter(meter, names.GATEWAY_IMAGES)
+        self._comparisons = counter(meter, names.GATEWAY_CANARY_COMPARISONS)
+        self._first_difference = histogram(meter, names.GATEWAY_CANARY_FIRST_DIFFERENCE)
 
     def admitted(self, model: str, tenant: str | None = None) -> None:
         self._admitted.add(1, self._of(tenant, {names.REQUEST_MODEL: model}))
@@ -115,6 +118,15 @@ class GatewayMetrics:
     def image_read(self, result: ImageResult) -> None:
         """Counts an image of a request or of an upload."""
         self._images.add(1, {names.RESULT: result.value})
+
+    def compared(
+        self, model: str, result: ComparisonResult, first_difference: int | None = None
+    ) -> None:
+        """Counts an answer that was compared with a canary's."""
+        labels = {names.REQUEST_MODEL: model}
+        self._comparisons.add(1, {**labels, names.RESULT: result.value})
+        if first_difference is not None:
+            self._first_difference.record(first_difference, labels)
 
     def batch_request(self, *, answered: bool) -> None:
         """Counts the first result of a batch's request."""

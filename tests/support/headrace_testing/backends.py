@@ -9,7 +9,13 @@ from typing import Protocol
 
 from headrace_common.protocol.accounts import Accounts
 from headrace_common.protocol.adapters import AdapterSets
-from headrace_common.protocol.base import EngineQueue, EngineStatus, GatewayQueue, ShardQueue
+from headrace_common.protocol.base import (
+    CanaryPlan,
+    EngineQueue,
+    EngineStatus,
+    GatewayQueue,
+    ShardQueue,
+)
 from headrace_common.protocol.ledger import UsageEntry, read_entry
 from headrace_common.protocol.redis.accounts import RedisAccounts
 from headrace_common.protocol.redis.adapters import RedisAdapterSets
@@ -97,7 +103,7 @@ class InMemory:
         return ShardedEngineQueue(shard, self.shards, reap_every=0.0, share_every=0.0)
 
     async def set_canary_percent(self, percent: float | None) -> None:
-        self.store.shard(MODEL).canary_percent = percent
+        self.store.shard(MODEL).canary_plan = None if percent is None else CanaryPlan(percent)
 
     def registry(self) -> ModelRegistry:
         return MemoryModelRegistry(self.store)
@@ -163,7 +169,8 @@ class OverRedis:
         return RedisGatewayQueue(connection, name, shards=shards, models=[MODEL])
 
     async def set_canary_percent(self, percent: float | None) -> None:
-        await RedisCanary(self.connect()).set_percent(MODEL, percent)
+        plan = None if percent is None else CanaryPlan(percent)
+        await RedisCanary(self.connect()).set_plan(MODEL, plan)
 
     def engine(
         self, name: str = "e", *, lease_ms: int = 60_000, side: EngineSide | None = None

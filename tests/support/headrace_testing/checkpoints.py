@@ -862,7 +862,11 @@ HYBRID_SHAPES: dict[str, Shape] = {
         },
     ),
     "mamba": Shape("MambaConfig", {**_MAMBA, "use_bias": True}),
-    "falcon-mamba": Shape("FalconMambaConfig", {**_MAMBA, "tie_word_embeddings": False}),
+    # The published config.json has an inner size that `expand` contradicts.
+    "falcon-mamba": Shape(
+        "FalconMambaConfig",
+        {**_MAMBA, "expand": 16, "intermediate_size": 96, "tie_word_embeddings": False},
+    ),
     "mamba2": Shape(
         "Mamba2Config",
         {
@@ -982,6 +986,28 @@ HYBRID_SHAPES: dict[str, Shape] = {
     ),
 }
 HYBRID = tuple(HYBRID_SHAPES)
+# Decoders whose attention, layers or mixtures are unlike those of Llama.
+UNUSUAL = (
+    "llama4",
+    "llama4-two",
+    "gpt-oss",
+    "glm4-moe",
+    "solar-open",
+    "dots1",
+    "minimax-m2",
+    "mimo-v2",
+    "olmoe",
+    "ernie4_5-moe",
+    "hunyuan",
+    "hunyuan-moe",
+    "deepseek-v2",
+    "deepseek-v2-lite",
+    "deepseek-v3",
+    "deepseek-v32",
+    "glm-moe-dsa-shared",
+    "longcat-flash",
+    "glm4-moe-lite",
+)
 SHAPES |= HYBRID_SHAPES
 
 _LINES = (
@@ -1008,13 +1034,18 @@ def make_model(name: str, seed: int = 0, **changes: Any) -> Any:
         model = _auto_class(config).from_config(
             config, attn_implementation="eager", dtype=torch.float32
         )
-        with torch.no_grad():
-            for parameter_name, parameter in model.named_parameters():
-                _initialise(parameter_name, parameter)
-            for buffer_name, buffer in model.named_buffers():
-                if buffer_name.endswith(("e_score_correction_bias", "expert_bias")):
-                    buffer.copy_(0.3 * torch.randn_like(buffer))
+        randomise(model)
     return model.eval()
+
+
+def randomise(model: Any) -> None:
+    """Gives all parameters random values that matter to the output."""
+    with torch.no_grad():
+        for parameter_name, parameter in model.named_parameters():
+            _initialise(parameter_name, parameter)
+        for buffer_name, buffer in model.named_buffers():
+            if buffer_name.endswith(("e_score_correction_bias", "expert_bias")):
+                buffer.copy_(0.3 * torch.randn_like(buffer))
 
 
 def save_checkpoint(
@@ -1092,6 +1123,7 @@ class Reference:
         load = _auto_class(transformers.AutoConfig.from_pretrained(folder)).from_pretrained
         self.model = load(folder, dtype=dtype, attn_implementation="eager").eval()
         self._known: dict[tuple[Prompt, int], GreedyPath] = {}
+        self._logits: dict[Prompt, torch.Tensor] = {}
 
     @cached_property
     def _runner(self) -> ModelRunner:
@@ -1099,8 +1131,11 @@ class Reference:
         return make_runner(self._folder, attention_backend=backend, max_num_batched_tokens=512)
 
     def logits(self, ids: Sequence[int]) -> torch.Tensor:
-        """float32 [len(ids), vocabulary]."""
-        return self.batch_logits([ids])[0]
+        """float32 [len(ids), vocabulary], computed once."""
+        known = self._logits.get(tuple(ids))
+        if known is None:
+            known = self._logits[tuple(ids)] = self.batch_logits([ids])[0]
+        return known
 
     def batch_logits(self, rows: Sequence[Sequence[int]]) -> torch.Tensor:
         """float32 [rows, tokens, vocabulary], in one forward pass. Tokens are added to the ends of

@@ -179,6 +179,7 @@ class FakeEngine:
         beat_interval: float = 3.0,
         resume_timeout: float = 0.5,
         seed: int = 0,
+        variant: str = "",
     ) -> None:
         self.queue = queue
         self.active: dict[str, FakeRequest] = {}
@@ -186,6 +187,7 @@ class FakeEngine:
         self.images: list[bytes] = []  # all that it has read, for each request that names them
         self.script: Callable[[GenerateRequest], Sequence[int]] | None = None  # complete outputs
         self._model = model
+        self._variant = variant
         self._slots = slots
         self._beat_interval = beat_interval
         self._resume_timeout = resume_timeout
@@ -497,6 +499,7 @@ class FakeEngine:
             last_step_age=0.0,
             draining=self._draining.is_set(),
             version="fake",
+            variant=self._variant,
         )
 
     async def _give_back(self) -> None:

@@ -13,7 +13,7 @@ from fastapi import FastAPI
 
 from headrace_common.errors import FailureCode, HeadraceError, RequestFailed
 from headrace_common.protocol.adapter_control import AdapterControl
-from headrace_common.protocol.base import EngineStatus, QueueDepth, QueuePosition
+from headrace_common.protocol.base import CanaryPlan, EngineStatus, QueueDepth, QueuePosition
 from headrace_common.protocol.limits import KeyUsage
 from headrace_common.protocol.live import LiveStore
 from headrace_common.protocol.redis.clock import RedisClock
@@ -107,8 +107,8 @@ class ScriptedEngine:
             raise self.unreachable
         return [status for status in self.statuses if status.model == model]
 
-    async def canary_percent(self, model: str) -> float:
-        return 0.0
+    async def canary_plan(self, model: str) -> CanaryPlan:
+        return CanaryPlan()
 
     async def queue_position(self, request_id: str, model: str) -> QueuePosition | None:
         if self.unreachable is not None:

@@ -13,9 +13,10 @@ from kubernetes.aio.client import Configuration
 from headrace_common.errors import BackendUnavailable
 from headrace_common.observability import telemetry
 from headrace_common.protocol.adapter_control import AdapterControl
-from headrace_common.protocol.base import EngineStatus
+from headrace_common.protocol.base import CanaryPlan, EngineStatus
 from headrace_common.protocol.live import ScalingDecision
 from headrace_common.protocol.registry import RegisteredModel, digest_of
+from headrace_common.protocol.variants import Agreement
 from headrace_operator import names
 from headrace_operator.app.controller import Controller
 from headrace_operator.app.handlers import configure, register, register_nodes
@@ -59,7 +60,8 @@ class Scene:
     recalled: list[str] = field(default_factory=list)
     shown: dict[str, ScalingDecision] = field(default_factory=dict)
     metrics: dict[str, Samples] = field(default_factory=dict)  # of engines, by pod
-    percents: dict[str, float | None] = field(default_factory=dict)  # of canaries
+    plans: dict[str, CanaryPlan | None] = field(default_factory=dict)  # of canaries
+    answers: Agreement = Agreement()
     backend: MemoryBackend = field(default_factory=MemoryBackend)
     prometheus_urls: PrometheusUrls = field(default_factory=PrometheusUrls)
     reserved: Reserved = Reserved(NAMESPACE)
@@ -86,10 +88,13 @@ class Scene:
         engines = EngineSignals(running=self.running, capacity=64 * max(1, self.engines))
         return Signals(at=self.now - self.age, queue=queue, engines=engines)
 
-    async def set_percent(self, model: str, percent: float | None) -> None:
+    async def agreement(self, model: str) -> Agreement:
+        return self.answers
+
+    async def set_plan(self, model: str, plan: CanaryPlan | None) -> None:
         if self.queue_down:
             raise BackendUnavailable("redis: connection refused")
-        self.percents[model] = percent
+        self.plans[model] = plan
 
     async def pages(self, model: str, pods: Sequence[PodAddress]) -> Mapping[str, Samples]:
         return {each.pod: self.metrics[each.pod] for each in pods if each.pod in self.metrics}

@@ -3,8 +3,9 @@
     PYTHONPATH=tests/support python -m headrace_testing.published_models FOLDER NAME...
 
 writes `tests/test_engine/models/published/NAME.json` from FOLDER/NAME_config.json: the tensors are
-those of transformers' model on the meta device, under the names that it stores. Nothing is
-allocated, neither here nor for the files that `write_checkpoint` makes: they are sparse.
+those of transformers' model on the meta device, under the names that it stores, and those of the
+layer for drafts, which transformers does not have. Nothing is allocated, neither here nor for the
+files that `write_checkpoint` makes: they are sparse.
 """
 
 import argparse
@@ -29,6 +30,51 @@ _SAME_AS = {"kimi_k2": "deepseek_v3", "mimo": "qwen2"}
 _NUMBER = re.compile(r"(?<=\.)\d+(?=\.)")
 _RANGES = re.compile(r"\{([\d,-]+)\}")
 _MXFP4_BLOCK = 32
+# transformers also renames the decoder's layers when it restores the names of Kimi's vision tower.
+_KIMI_NAMES = {"language_model.model.blocks.": "language_model.model.layers.", "model.mm_": "mm_"}
+# How a layer for drafts names its parts, and the tensors that it has besides those of a layer:
+# https://github.com/deepseek-ai/DeepSeek-V3/blob/main/README_WEIGHTS.md, and the loaders of other
+# engines.
+_DEEPSEEK = (
+    "model.layers.{}.",
+    "model.layers.{}.",
+    {
+        "enorm": "norm",
+        "hnorm": "norm",
+        "eh_proj": "projection",
+        "embed_tokens": "vocabulary",
+        "shared_head.norm": "norm",
+        "shared_head.head": "vocabulary",
+    },
+)
+_MIMO = (
+    "model.mtp_layers.0.",
+    "model.mtp_layers.0.",
+    {
+        "token_layernorm": "norm",
+        "hidden_layernorm": "norm",
+        "input_proj": "projection",
+        "final_layernorm": "norm",
+    },
+)
+_QWEN = (
+    "mtp.layers.0.",
+    "mtp.",
+    {
+        "fc": "projection",
+        "norm": "norm",
+        "pre_fc_norm_embedding": "norm",
+        "pre_fc_norm_hidden": "norm",
+    },
+)
+_DRAFT_NAMES = {
+    **dict.fromkeys(("deepseek_v3", "deepseek_v32", "glm4_moe", "glm4_moe_lite"), _DEEPSEEK),
+    "mimo": _MIMO,
+    "qwen3_next": _QWEN,
+    "qwen3_5": _QWEN,
+}
+_DRAFTS = ("mtp.", "model.mtp_layers.")
+_LAYER = re.compile(r"(.*\blayers\.)(\d+)\.")
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,6 +97,32 @@ def published(name: str) -> tuple[dict[str, Any], Tensors]:
         for each in _expand(pattern)
     }
     return data["config"], tensors
+
+
+def few_layers(
+    config: Mapping[str, Any], tensors: Tensors, count: int
+) -> tuple[dict[str, Any], Tensors]:
+    """The same checkpoint with its first `count` layers alone, without layers for drafts."""
+    cut = _fewer(config, count)
+    kept = {name: one for name, one in tensors.items() if _layer_of(name) < count}
+    return cut, {name: one for name, one in kept.items() if not name.startswith(_DRAFTS)}
+
+
+def _layer_of(name: str) -> int:
+    """The number of a tensor's layer; -1 for one of no layer of the decoder."""
+    found = None if name.startswith(("vision_tower.", "model.visual.")) else _LAYER.match(name)
+    return -1 if found is None else int(found[2])
+
+
+def _fewer(config: Mapping[str, Any], count: int) -> dict[str, Any]:
+    if "text_config" in config:
+        return {**config, "text_config": _fewer(config["text_config"], count)}
+    layers = config["num_hidden_layers"]
+    found: dict[str, Any] = {
+        name: value[:count] if isinstance(value, list) and len(value) == layers else value
+        for name, value in config.items()
+    }
+    return found | {"num_hidden_layers": count, "num_nextn_predict_layers": 0}
 
 
 def write_checkpoint(folder: Path, config: Mapping[str, Any], tensors: Tensors) -> None:
@@ -153,15 +225,21 @@ def _by_transformers(config: Mapping[str, Any]) -> dict[str, StoredTensor]:
     tied = model.all_tied_weights_keys
     own = {name: tensor for name, tensor in model.state_dict().items() if name not in tied}
     names = {torch.bfloat16: "BF16", torch.float32: "F32", torch.int64: "I64"}
-    return {
+    found = {
         name: StoredTensor(names[tensor.dtype], tuple(tensor.shape))
         for name, tensor in revert_weight_conversion(model, own).items()
     }
+    if config["model_type"] != "kimi_k25":
+        return found
+    for usual, stored in _KIMI_NAMES.items():
+        found = {name.replace(usual, stored): tensor for name, tensor in found.items()}
+    return found
 
 
 def _quantized(config: Mapping[str, Any], tensors: Tensors) -> dict[str, StoredTensor]:
     """The tensors as the quantisation of config.json stores them."""
-    kind = config.get("quantization_config")
+    text = config.get("text_config", {})
+    kind = config.get("quantization_config", text.get("quantization_config"))
     if kind is None:
         return dict(tensors)
     found: dict[str, StoredTensor] = {}
@@ -170,6 +248,8 @@ def _quantized(config: Mapping[str, Any], tensors: Tensors) -> dict[str, StoredT
             found |= _fp8(name, tensor, kind)
         elif kind["quant_method"] == "mxfp4":
             found |= _mxfp4(name, tensor)
+        elif kind["quant_method"] == "compressed-tensors":
+            found |= _packed(name, tensor, kind)
         else:
             raise ValueError(f"quant_method {kind['quant_method']} is not known here")
     return found
@@ -187,6 +267,44 @@ def _fp8(name: str, tensor: StoredTensor, kind: Mapping[str, Any]) -> dict[str, 
         name: StoredTensor("F8_E4M3", tensor.shape),
         f"{name}_scale_inv": StoredTensor("F32", scales),
     }
+
+
+def _packed(name: str, tensor: StoredTensor, kind: Mapping[str, Any]) -> dict[str, StoredTensor]:
+    """Integers of a few bits, packed into words of 32, with a scale for each group of inputs."""
+    module = name.removesuffix(".weight")
+    linear = name.endswith("_proj.weight") and len(tensor.shape) == 2
+    patterns = [one.removeprefix("re:") for one in kind["ignore"]]
+    if not linear or any(re.match(pattern, module) for pattern in patterns):
+        return {name: tensor}
+    (group,) = kind["config_groups"].values()
+    weights, (outputs, inputs) = group["weights"], tensor.shape
+    words = inputs * weights["num_bits"] // 32
+    return {
+        f"{name}_packed": StoredTensor("I32", (outputs, words)),
+        f"{name}_scale": StoredTensor("BF16", (outputs, inputs // weights["group_size"])),
+        f"{name}_shape": StoredTensor("I32", (2,)),
+    }
+
+
+def with_drafts(config: Mapping[str, Any], tensors: Tensors) -> dict[str, StoredTensor]:
+    """The tensors, and those of the published layer for drafts: its own ones, and the parts of the
+    decoder's last layer."""
+    kind = config["model_type"]
+    if kind not in _DRAFT_NAMES:
+        return dict(tensors)
+    last = max(map(_layer_of, tensors))
+    layer, prefix, names = _DRAFT_NAMES[kind]
+    hidden = config.get("text_config", config)["hidden_size"]
+    shapes = {"norm": (hidden,), "projection": (hidden, 2 * hidden)}
+    shapes["vocabulary"] = tensors["lm_head.weight"].shape
+    found = dict(tensors)
+    for name, shape in names.items():
+        found[f"{prefix.format(last + 1)}{name}.weight"] = StoredTensor("BF16", shapes[shape])
+    for name, tensor in tensors.items():
+        if _layer_of(name) == last:
+            part = name.partition(f"layers.{last}.")[2]
+            found[layer.format(last + 1) + part] = tensor
+    return found
 
 
 def _mxfp4(name: str, tensor: StoredTensor) -> dict[str, StoredTensor]:
@@ -207,7 +325,7 @@ def main() -> None:
     options = parser.parse_args()
     for name in options.names:
         config = json.loads((options.folder / f"{name}_config.json").read_text())
-        tensors = _quantized(config, _by_transformers(config))
+        tensors = with_drafts(config, _quantized(config, _by_transformers(config)))
         rows = sorted(_patterns(tensors))
         lines = ",\n".join(json.dumps(row) for row in rows)
         text = f'{{"config": {json.dumps(config)},\n"tensors": [\n{lines}\n]}}\n'

@@ -117,7 +117,6 @@ ONLINE = (
     Example(
         "openai_chat_completion_client_with_tools_required.py",
         r"ChatCompletionMessageFunctionToolCall\(",
-        model=AGENT,
     ),
     Example("openai_chat_completion_client_with_tools_xlam.py", "All tests completed", model=AGENT),
     Example(
@@ -286,8 +285,8 @@ headrace_testing.vllm_examples` writes this page.
 """
 CLIENTS = """\
 Against `headrace up`. The demo model reasons only if `reasoning_effort` says so, which these
-examples do not. So examples with tools and reasoning run with another chat template, and with a
-reasoning parser that takes all text for reasoning (`agent`).
+examples do not. So examples with reasoning, and two with tools, run with another chat template
+and with a reasoning parser that takes all text for reasoning (`agent`).
 """
 
 

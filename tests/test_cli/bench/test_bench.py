@@ -459,16 +459,17 @@ async def test_an_interrupted_run_reports_what_it_has() -> None:
 @pytest.mark.parametrize(
     ("arguments", "code", "message"),
     [
-        (["--url=http://127.0.0.1:1"], 1, "cannot load http://127.0.0.1:1"),
+        (["--url=http://127.0.0.1:1"], 1, "http://127.0.0.1:1: Connection refused. --url names"),
         (["--url=tcp://x"], 2, "must be http(s)://host[:port]"),
         (["--rate=0"], 2, "--rate 0 is out of range"),
         (["--slo=fast"], 2, "--slo must be of ttft, tpot, e2e"),
         (["--prompt-tokens=0"], 2, "--prompt-tokens must be N, LOW-HIGH or MEAN,DEVIATION"),
         (["--rate=2", "--trace=x"], 2, "--trace and --rate exclude each other"),
         (["--dataset=x", "--prefixes=2"], 2, "--dataset and --prefixes exclude each other"),
-        (["--trace=absent"], 2, "absent: cannot be read"),
+        (["--trace=absent"], 2, "absent: cannot be read (No such file or directory)"),
         (["--out=absent/report.json"], 2, "the folder of absent/report.json does not exist"),
         (["--extra-body=[]"], 2, "--extra-body must be a JSON object"),
+        (["--extra-body={a"], 2, "--extra-body must be a JSON object"),
     ],
 )
 def test_errors_are_one_message(arguments: list[str], code: int, message: str) -> None:

@@ -204,7 +204,6 @@ def test_a_server_that_is_away_is_named_without_its_password() -> None:
 
 
 def test_the_queue_of_a_running_up_is_the_default(tmp_path: Path) -> None:
-    assert queue_url(None, tmp_path) == "redis://127.0.0.1:6379/0"
     (tmp_path / "valkey").mkdir()
     (tmp_path / "valkey" / "valkey.sock").touch()
     assert queue_url(None, tmp_path) == f"unix://{tmp_path}/valkey/valkey.sock"

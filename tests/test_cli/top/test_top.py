@@ -194,6 +194,13 @@ def test_a_refused_request_is_one_message(status: int, message: str) -> None:
     assert message in done.stderr
 
 
+def test_a_url_without_a_scheme_is_refused() -> None:
+    done = top("localhost:8000", "--once")
+
+    assert done.returncode == 1
+    assert "--url must be http(s)://host[:port], not 'localhost:8000'" in done.stderr
+
+
 def test_an_unreachable_gateway_is_one_message() -> None:
     done = top("http://127.0.0.1:1", "--once")
 

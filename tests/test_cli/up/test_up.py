@@ -117,6 +117,7 @@ def test_it_says_where_it_serves_and_drains_on_ctrl_c(started: UpProcess) -> Non
     assert "curl " in started.printed
     assert '"model": "tiny"' in started.printed
     assert f"headrace chat --url http://127.0.0.1:{started.port}/v1" in started.printed
+    assert f"Open http://127.0.0.1:{started.port} in a browser" in started.printed
     children = started.child_pids()
     assert len(children) == 5
     running = find_running(started.data)

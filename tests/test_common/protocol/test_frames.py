@@ -1,6 +1,9 @@
 """Frames, control messages, outcomes, statuses: encoded and decoded, and invalid bytes only cause
 an error."""
 
+import math
+from dataclasses import replace
+
 import msgpack
 import pytest
 from hypothesis import given
@@ -155,6 +158,12 @@ def test_an_ending_is_decoded_unchanged(reason: str | None, stop: int) -> None:
 
 def test_a_status_is_decoded_unchanged() -> None:
     assert decode_status(encode_status(make_status())) == make_status()
+
+
+@pytest.mark.parametrize("seconds", [-1.0, math.inf, math.nan])
+def test_a_time_to_a_turn_that_no_client_could_wait_is_refused(seconds: float) -> None:
+    with pytest.raises(MessageError, match="time_to_turn"):
+        decode_status(encode_status(replace(make_status(), time_to_turn=seconds)))
 
 
 plain = st.recursive(

@@ -23,6 +23,7 @@ from headrace_common.protocol.redis.engine import RedisEngineQueue
 from headrace_common.protocol.redis.gateway import RedisGatewayQueue
 from headrace_common.protocol.redis.ledger import LedgerReader, registered_models
 from headrace_common.protocol.registry import RegisteredModel, digest_of
+from headrace_common.protocol.variants import COMPARISON_TENANT
 from headrace_common.wire.keys import new_request_id
 from headrace_testing.backends import MODEL, Backend, OverRedis, make_request
 from headrace_testing.queue_contract import (
@@ -78,6 +79,14 @@ class TestLedger:
         )
         assert entry.accepted_ms <= entry.ended_ms
         assert entry.entry_id == request.request_id
+
+    async def test_a_request_that_compares_a_canary_is_not_entered(self, backend: Backend) -> None:
+        gateway, engine = backend.gateway(), backend.engine()
+        request = replace(make_request(), tenant=COMPARISON_TENANT)
+        await gateway.admit(request, LIMITS)
+        (lease,) = await engine.take(1)
+        assert await engine.finish(request.request_id, lease.attempt, done(5, 6))
+        assert not await backend.ledger()
 
     async def test_a_request_that_never_ran_costs_nothing(self, backend: Backend) -> None:
         gateway, request = backend.gateway(), make_request()

@@ -6,7 +6,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from headrace_common.protocol.turns import Demand, Member, Turn, TurnBounds, next_holder
+from headrace_common.protocol.turns import (
+    Demand,
+    Member,
+    SwitchTimes,
+    Turn,
+    TurnBounds,
+    next_holder,
+    time_to_turn,
+)
 
 Request = tuple[float, int, float]
 _REQUEST = st.tuples(st.floats(0, 300), st.integers(0, 2), st.floats(0.1, 40))
@@ -115,3 +123,53 @@ def test_every_engine_with_work_gets_its_turn(loads: list[list[Request]]) -> Non
             waits_since = model.passed_over_since
             assert waits_since is None or now - waits_since <= longest, f"{name} starves"
         now += TICK
+
+
+# Whole seconds, so that a step of virtual time misses nothing.
+_PAST, _LATER = st.integers(-300, 0), st.integers(0, 300)
+_DEMAND = st.builds(
+    lambda priority, since, left: Demand(priority, NOW + since, NOW + left),
+    st.integers(0, 2),
+    _PAST,
+    st.one_of(st.just(float("inf")), _LATER),
+)
+TIMES = SwitchTimes(finish=3.0, wake=2.0)
+
+
+@given(
+    st.lists(st.tuples(st.one_of(st.none(), _DEMAND), _PAST), max_size=2),
+    _DEMAND,
+    st.integers(-1, 1),
+    st.integers(0, 100),
+)
+def test_the_time_to_a_turn_is_that_of_virtual_time(
+    others: list[tuple[Demand | None, int]], demand: Demand, holder: int, awake: int
+) -> None:
+    members = {
+        str(number): Member(str(number), each, ended=NOW + ended)
+        for number, (each, ended) in enumerate(others)
+    }
+    members["own"] = Member("own", demand)
+    begun = Turn(str(holder), NOW - awake) if str(holder) in members else Turn()
+    expected = time_to_turn("own", list(members.values()), begun, BOUNDS, NOW, TIMES)
+
+    tick, turn, now, busy_until = 0.125, begun, NOW, NOW
+    while turn.holder != "own" or now < busy_until:
+        chosen = next_holder(list(members.values()), turn, BOUNDS, now)
+        if now < busy_until:
+            pass
+        elif turn.holder is None:
+            turn, busy_until = Turn(chosen, now, turn.last), now + TIMES.wake
+        elif chosen != turn.holder:
+            leaver = members[turn.holder]
+            busy_until = now + (TIMES.finish if leaver.demand is not None else 0.0)
+            members[turn.holder] = replace(leaver, ended=busy_until)
+            turn = Turn(None, 0.0, turn.holder)
+        now += tick
+
+    assert expected == pytest.approx(now - NOW, abs=2 * tick * (1 + 8 * len(members)))
+
+
+def test_an_engine_without_work_has_no_turn_to_wait_for() -> None:
+    members = [Member("a", running=1), Member("own")]
+    assert time_to_turn("own", members, Turn("a", NOW), BOUNDS, NOW, TIMES) == 0

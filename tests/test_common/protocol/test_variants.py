@@ -4,11 +4,19 @@ from dataclasses import replace
 
 import pytest
 
-from headrace_common.protocol.base import EngineQueue, Lease, QueueLimits
+from headrace_common.protocol.base import CanaryPlan, EngineQueue, Lease, QueueLimits
 from headrace_common.protocol.prefix_routing import placement_of
-from headrace_common.protocol.variants import CANARY, STABLE, EngineSide, drawn, side_of
+from headrace_common.protocol.redis.variants import RedisCanary
+from headrace_common.protocol.variants import (
+    CANARY,
+    STABLE,
+    Agreement,
+    EngineSide,
+    drawn,
+    side_of,
+)
 from headrace_common.wire.messages import ChoiceState, GenerateRequest
-from headrace_testing.backends import Backend, make_request, make_status
+from headrace_testing.backends import MODEL, Backend, OverRedis, make_request, make_status
 
 LIMITS = QueueLimits()
 LEASE_MS = 40
@@ -206,6 +214,28 @@ async def test_engines_learn_whether_the_other_side_has_engines(backend: Backend
     await beat(backend.engine("c", side=stable_side), "c")
 
     assert (stable_side.alone, stable_side.canary_wanted) == (False, True)
+
+
+async def test_comparisons_are_counted_and_claimed_once_in_their_interval(
+    over_redis: OverRedis,
+) -> None:
+    canary, other = (RedisCanary(over_redis.connect()) for _ in range(2))
+    assert await canary.plan(MODEL) == CanaryPlan()
+    await canary.set_plan(MODEL, CanaryPlan(12.5, 6))
+    assert await other.plan(MODEL) == CanaryPlan(12.5, 6)
+    assert await canary.may_compare(MODEL, 60_000)
+    assert not await other.may_compare(MODEL, 60_000)
+    assert await other.may_compare("another", 60_000)
+    for equal in (True, False, True):
+        await canary.compared(MODEL, equal=equal)
+    found = await other.agreement(MODEL)
+    assert found == Agreement(equal=2, different=1)
+    assert (found.compared, found.since(Agreement(1, 1))) == (3, Agreement(1, 0))
+    assert found.since(Agreement(3, 0)) == found, "Redis has lost its data"
+
+    await canary.set_plan(MODEL, None)
+    assert await other.plan(MODEL) == CanaryPlan()
+    assert await other.agreement(MODEL) == Agreement()
 
 
 async def test_a_draining_canary_does_not_count(backend: Backend) -> None:

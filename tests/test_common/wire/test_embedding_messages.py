@@ -21,7 +21,7 @@ from headrace_common.protocol.frames import (
 from headrace_common.protocol.journal import rebuild
 from headrace_common.protocol.redis.framing import MAX_EMBEDDING_BYTES, frames_of
 from headrace_common.protocol.requests import fingerprint
-from headrace_common.sampling.pooling import MAX_EMBEDDING_SIZE, PoolingParams
+from headrace_common.sampling.pooling import MAX_VECTORS_SIZE, PoolingParams
 from headrace_common.wire.messages import (
     ChoiceState,
     Frame,
@@ -105,7 +105,7 @@ def test_vectors_survive_every_message() -> None:
     assert decode_outcome(encode_outcome(Outcome(choices=(state,)))).choices == (state,)
 
 
-@pytest.mark.parametrize("vector", [b"", b"123", b"0" * (4 * MAX_EMBEDDING_SIZE + 4), "text"])
+@pytest.mark.parametrize("vector", [b"", b"123", b"0" * (4 * MAX_VECTORS_SIZE + 4), "text"])
 def test_invalid_vectors_are_refused(vector: object) -> None:
     item = [0, "r", 1, 0, 0, [], "stop", None, 0, None, vector]
 

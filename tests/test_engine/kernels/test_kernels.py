@@ -233,6 +233,19 @@ def test_the_error_of_a_failing_compiler_quotes_its_output(tmp_path: Path) -> No
     assert list(tmp_path.glob("*.so")) == []
 
 
+def test_a_compiler_that_does_not_finish_is_one_sentence_with_the_remedy(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    endless = tmp_path / "cxx"
+    endless.write_text("#!/bin/sh\nexec tail -f /dev/null\n")
+    endless.chmod(0o755)
+    monkeypatch.setattr(build, "TIMEOUT_S", 0.05)
+    with pytest.raises(
+        build.BuildError, match=r"^\S+ did not finish within 0.05 s: try again .*`$"
+    ):
+        build.build(tmp_path, cxx=str(endless))
+
+
 def test_instruction_sets_that_the_compiler_lacks_are_skipped(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -24,9 +24,21 @@ from headrace_engine.offline.beams import BeamSearchParams
 from headrace_engine.offline.llm import TokensPrompt
 from headrace_testing.adapter_scenes import ADAPTERS, GREEDY, LENGTH, AdapterScene
 from headrace_testing.adapters import ALL_MODULES, save_adapter, save_merged, write_config
+from headrace_testing.engines import cpu_backends
 
 CheckpointMaker = Callable[[str], Path]
 LATENT_MODULES = ("q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "o_proj")
+# Adapters of mixtures of experts.
+MIXTURES: dict[str, dict[str, Any]] = {
+    "apart": {
+        "modules": (*ALL_MODULES, "shared_expert_gate"),
+        "experts": "apart",
+        "seed": 1,
+        "rank_pattern": {"up_proj": 6, "experts.2.gate_proj": 2},
+    },
+    "joined": {"modules": (), "experts": "joined", "seed": 2, "rank": 3},
+    "attention": {"modules": ("q_proj",), "seed": 3},
+}
 
 
 @pytest.fixture(scope="session")
@@ -38,6 +50,21 @@ def scene(adapter_scene: AdapterScene) -> AdapterScene:
 def llm(scene: AdapterScene) -> LLM:
     """Two slots for three adapters."""
     return scene.llm()
+
+
+@pytest.fixture(scope="module")
+def made(
+    checkpoint: CheckpointMaker, tmp_path_factory: pytest.TempPathFactory
+) -> Callable[..., AdapterScene]:
+    """A checkpoint of a shape with an adapter of these modules, or with those of mixtures; made
+    once for all backends."""
+
+    @cache
+    def make(shape: str, modules: tuple[str, ...] | None = None) -> AdapterScene:
+        kinds = MIXTURES if modules is None else {"a": {"modules": modules}}
+        return AdapterScene(tmp_path_factory.mktemp(shape), checkpoint(shape), kinds)
+
+    return make
 
 
 @pytest.mark.proves("adapters", shapes=["qwen3"])
@@ -68,12 +95,34 @@ def test_every_kind_of_native_decoder_takes_adapters(
     shape: str,
     modules: tuple[str, ...],
     backend: str,
-    checkpoint: CheckpointMaker,
-    tmp_path: Path,
+    made: Callable[..., AdapterScene],
+) -> None:
+    scene = made(shape, modules)
+
+    scene.run(scene.llm(attention_backend=backend), [None, "a"], count=2)
+
+
+@pytest.mark.proves("adapters", by="shape")
+@pytest.mark.parametrize(
+    ("shape", "modules"),
+    [
+        ("solar-open", ALL_MODULES),
+        ("dots1", ALL_MODULES),
+        ("minimax-m2", ("q_proj", "k_proj", "v_proj", "o_proj")),
+        ("olmoe", ("q_proj", "k_proj", "v_proj", "o_proj")),
+        ("ernie4_5-moe", ALL_MODULES),
+        ("hunyuan", ALL_MODULES),
+        ("hunyuan-moe", ("q_proj", "k_proj", "v_proj", "o_proj")),
+        ("deepseek-v2", LATENT_MODULES),
+        ("glm4-moe-lite", LATENT_MODULES),
+    ],
+)
+def test_further_decoders_take_adapters_with_the_fastest_backend(
+    shape: str, modules: tuple[str, ...], checkpoint: CheckpointMaker, tmp_path: Path
 ) -> None:
     scene = AdapterScene(tmp_path, checkpoint(shape), {"a": {"modules": modules}})
 
-    scene.run(scene.llm(attention_backend=backend), [None, "a"], count=2)
+    scene.run(scene.llm(attention_backend=cpu_backends()[-1]), [None, "a"], count=2)
 
 
 @pytest.mark.refuses("adapters", shapes=["longcat-flash"])
@@ -88,22 +137,11 @@ def test_adapters_of_layers_that_are_numbered_in_pairs_are_refused(
 @pytest.mark.parametrize("backend", ["reference", "cpu"])
 @pytest.mark.parametrize("shape", ["qwen2-moe", "mixtral", "glm4-moe"])
 def test_adapters_change_the_experts_of_mixtures(
-    shape: str, backend: str, checkpoint: CheckpointMaker, tmp_path: Path
+    shape: str, backend: str, made: Callable[..., AdapterScene]
 ) -> None:
     """Adapters change single, joined and shared experts and their gates, in a batch with an adapter
     of attention only."""
-    modules = (*ALL_MODULES, "shared_expert_gate")
-    kinds: dict[str, dict[str, Any]] = {
-        "apart": {
-            "modules": modules,
-            "experts": "apart",
-            "seed": 1,
-            "rank_pattern": {"up_proj": 6, "experts.2.gate_proj": 2},
-        },
-        "joined": {"modules": (), "experts": "joined", "seed": 2, "rank": 3},
-        "attention": {"modules": ("q_proj",), "seed": 3},
-    }
-    scene = AdapterScene(tmp_path, checkpoint(shape), kinds)
+    scene = made(shape)
     known = {"joined": str(scene.folders["joined"])}
 
     llm = scene.llm(attention_backend=backend, lora_modules=known)

@@ -7,6 +7,7 @@ import gc
 import os
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
@@ -110,10 +111,12 @@ def resident() -> int:
     return size
 
 
-@pytest.fixture
-def large(tmp_path: Path) -> Path:
-    """A checkpoint of 74 MiB."""
-    return save_checkpoint(tmp_path, "llama", hidden_size=1024, intermediate_size=2048)
+@pytest.fixture(scope="module")
+def large(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A checkpoint of 80 MiB whose tokens have 12 KiB of KV."""
+    sizes: dict[str, Any] = {"hidden_size": 1024, "intermediate_size": 1536}
+    heads: dict[str, Any] = {"num_key_value_heads": 4, "head_dim": 128}
+    return save_checkpoint(tmp_path_factory.mktemp("large"), "llama", **sizes, **heads)
 
 
 @pytest.mark.parametrize("level", LEVELS)
@@ -128,7 +131,7 @@ def test_the_memory_is_given_back(large: Path, level: SleepLevel) -> None:
     )
     runner = ModelRunner(config)
     engine = Engine(config, runner)
-    long = [request(str(number), [number + 4] * 400, greedy(1)) for number in range(16)]
+    long = [request(str(number), [number + 4] * 100, greedy(1)) for number in range(16)]
     run(engine, long)
     awake, stats = resident(), engine.stats()
     weights = (large / "model.safetensors").stat().st_size
@@ -137,7 +140,7 @@ def test_the_memory_is_given_back(large: Path, level: SleepLevel) -> None:
     engine.sleep(level)
     asleep = resident()
     engine.wake_up()
-    run(engine, long)
+    run(engine, long[:1])
     mib = [round(size / 2**20) for size in (awake, asleep, resident(), wanted)]
     text = f"level {level}: MiB awake, asleep, awake again, and given back at least: {mib}"
     print(text)  # noqa: T201

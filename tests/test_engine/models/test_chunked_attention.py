@@ -56,9 +56,10 @@ def serve(folder: Path, paths: list[GreedyPath], **options: Any) -> Engine:
 def test_greedy_tokens_equal_transformers(
     chunk: int, backend: str, checkpoint: CheckpointMaker, paths: list[GreedyPath]
 ) -> None:
+    # A few tokens at a time, three prompts cross as many borders as eight do.
     serve(
         checkpoint("llama4"),
-        paths,
+        paths[:3] if chunk < 16 else paths,
         attention_backend=backend,
         max_num_batched_tokens=chunk,
         max_num_seqs=min(chunk, 8),
@@ -90,10 +91,10 @@ def test_prefix_hits_on_every_block_border_change_no_token(
     runner = make_runner(folder)
     engine, size = Engine(engine_config(folder), runner), runner.block_size
     shared = [prefix[: blocks * size] for blocks in range(1, 9)]
-    paths = reference("llama4").clear_paths(8, LENGTH, lambda _: 6, lambda index: shared[index])
+    paths = reference("llama4").clear_paths(8, 8, lambda _: 6, lambda index: shared[index])
     for begin, path in zip(shared, paths, strict=True):
         run(engine, [request("first", (*begin, 5), greedy(1))])
-        found = run(engine, [request("next", path.prompt, greedy(LENGTH))])["next", 0]
+        found = run(engine, [request("next", path.prompt, greedy(8))])["next", 0]
         assert tuple(found.token_ids) == path.output
         assert found.cached_tokens == len(begin)
 

@@ -325,24 +325,44 @@ def test_a_mixture_stored_in_4_bits_has_only_the_rounding_errors_of_activations(
     assert error(logits_of(runner, MIXED), exact) < 0.07
 
 
+@pytest.fixture(scope="module")
+def gguf(
+    tmp_path_factory: pytest.TempPathFactory,
+) -> Callable[[str, str], tuple[Path, torch.Tensor]]:
+    """A GGUF file with matrices of a type, and plain torch's logits of the same weights."""
+
+    @cache
+    def make(name: str, kind: str) -> tuple[Path, torch.Tensor]:
+        sparse = {"mlp_only_layers": [], "norm_topk_prob": True, "moe_intermediate_size": 256}
+        file, whole = save_gguf(
+            tmp_path_factory.mktemp(name),
+            name,
+            lambda tensor: (
+                "F32" if "gate_inp" in tensor else "Q6_K" if "attn_v" in tensor else kind
+            ),
+            **(sparse if "moe" in name else {}),
+        )
+        return file, logits_of(make_runner(whole), MIXED)
+
+    return make
+
+
 @pytest.mark.parametrize(
     ("kind", "dtype", "most"),
     [("Q8_0", "bfloat16", 0.05), ("Q4_K", "bfloat16", 0.05), ("Q4_K", "float32", 1e-4)],
 )
 @pytest.mark.parametrize("name", ["llama", "qwen2", "qwen3-moe"])
 def test_a_gguf_file_keeps_its_blocks(
-    name: str, kind: str, dtype: str, most: float, isa: str, tmp_path: Path
+    name: str,
+    kind: str,
+    dtype: str,
+    most: float,
+    isa: str,
+    gguf: Callable[[str, str], tuple[Path, torch.Tensor]],
 ) -> None:
     """All matrices but routers, also the embedding, and in steps that are computed layer by
     layer."""
-    sparse = {"mlp_only_layers": [], "norm_topk_prob": True, "moe_intermediate_size": 256}
-    file, whole = save_gguf(
-        tmp_path,
-        name,
-        lambda tensor: "F32" if "gate_inp" in tensor else "Q6_K" if "attn_v" in tensor else kind,
-        **(sparse if "moe" in name else {}),
-    )
-    exact = logits_of(make_runner(whole), MIXED)
+    file, exact = gguf(name, kind)
     runner = make_runner(file, attention_backend="cpu", dtype=dtype)
     assert isinstance(runner.model, FusedDecoder)
     weights = runner.model._weights

@@ -1,7 +1,7 @@
-"""Decoders with recurrent layers give transformers' greedy tokens: in chunks, under preemption,
-after prefix hits on every block border, with forks, in beams, after drafts and with steps ahead.
+"""Decoders with recurrent layers give transformers' tokens in beams, with steps ahead and from
+stacked experts; what they do not support is refused by name.
 
-Left out: devices other than the CPU.
+Left out: devices other than the CPU, and how requests are scheduled (test_schedules.py).
 """
 
 from collections.abc import Callable
@@ -21,7 +21,6 @@ from headrace_engine.attention.reference import ReferenceBackend
 from headrace_engine.checkpoints.checkpoint import load_checkpoint
 from headrace_engine.checkpoints.tensor_files import scan
 from headrace_engine.core.errors import ConfigError
-from headrace_engine.core.speculative_config import SpeculativeConfig
 from headrace_engine.engine.engine import Engine
 from headrace_engine.model_loader.describe_model import describe
 from headrace_engine.model_runner.model_runner import ModelRunner
@@ -37,10 +36,6 @@ from headrace_testing.engines import engine_config, greedy, make_runner, request
 from headrace_testing.quantized import awq
 
 LENGTH = 8
-NGRAM = SpeculativeConfig(
-    method="ngram", prompt_lookup_min=1, num_speculative_tokens=3, adaptive=False
-)
-
 WITHOUT_ATTENTION = ("mamba", "falcon-mamba", "mamba2")
 
 CheckpointMaker = Callable[[str], Path]
@@ -73,43 +68,6 @@ def serve(runner: ModelRunner, paths: list[GreedyPath], **options: Any) -> Engin
     return engine
 
 
-@pytest.mark.proves("tokens")
-@pytest.mark.parametrize("chunk", [1, 3, 16, 64, 512])
-def test_greedy_tokens_equal_transformers(
-    chunk: int, runner: ModelRunner, paths: list[GreedyPath]
-) -> None:
-    assert len({path.output for path in paths}) > 4, "the model must not ignore its prompt"
-    # One token at a time, each prompt takes many steps, and nothing is gained by more of them.
-    served = paths[:4] if chunk < 16 else paths
-    serve(runner, served, max_num_batched_tokens=chunk, max_num_seqs=min(chunk, 8))
-
-
-def test_preempted_sequences_continue_with_the_same_tokens(
-    name: str, runner: ModelRunner, checkpoint: CheckpointMaker, paths: list[GreedyPath]
-) -> None:
-    blocks = 20 + 4 * runner.kv_groups.state
-    small = make_runner(checkpoint(name), attention_backend="cpu", threads=1, num_blocks=blocks)
-    engine = serve(small, paths, max_num_batched_tokens=32, watermark=0.0)
-    # The memory for a sequence of a model without KV does not grow.
-    grows = runner.kv_groups.window is None
-    assert bool(engine.stats().preemptions) == grows
-
-
-def test_prefix_hits_on_every_block_border_change_no_token(
-    name: str, runner: ModelRunner, reference: ReferenceMaker
-) -> None:
-    """A prompt leaves a snapshot at its last block border; later prompts begin there."""
-    prefix, size = tuple(range(10, 43)), runner.block_size
-    shared = [prefix[: blocks * size] for blocks in range(1, 9)]
-    paths = reference(name).clear_paths(8, 4, lambda _: 6, lambda index: shared[index])
-    engine = Engine(engine_config(Path("unused")), runner)
-    for begin, path in zip(shared, paths, strict=True):
-        run(engine, [request("first", (*begin, 5), greedy(1))])
-        found = run(engine, [request("next", path.prompt, greedy(4))])["next", 0]
-        assert tuple(found.token_ids) == path.output
-        assert found.cached_tokens == len(begin)
-
-
 def test_tenants_share_no_state(runner: ModelRunner, paths: list[GreedyPath]) -> None:
     engine = Engine(engine_config(Path("unused")), runner)
     path = max(paths, key=lambda each: len(each.prompt))
@@ -121,40 +79,10 @@ def test_tenants_share_no_state(runner: ModelRunner, paths: list[GreedyPath]) ->
     assert engine.stats().prefix_hit_tokens == (len(path.prompt) - 1) // 4 * 4
 
 
-def test_forked_choices_give_the_same_tokens(runner: ModelRunner, paths: list[GreedyPath]) -> None:
-    engine = Engine(engine_config(Path("unused")), runner)
-    requests = [request(str(at), path.prompt, greedy(LENGTH, n=2)) for at, path in enumerate(paths)]
-    outputs = run(engine, requests)
-    for at, path in enumerate(paths):
-        for choice in range(2):
-            assert tuple(outputs[str(at), choice].token_ids) == path.output
-
-
-def test_another_engine_continues_with_the_same_tokens(
-    runner: ModelRunner, paths: list[GreedyPath]
-) -> None:
-    """It gets the prompt, and the tokens that the client received from an engine that died."""
-    engine = Engine(engine_config(Path("unused")), runner)
-    requests = [
-        replace(request(str(at), path.prompt, greedy(LENGTH)), resume=(path.output[: 1 + at],))
-        for at, path in enumerate(paths)
-    ]
-    outputs = run(engine, requests)
-    for at, path in enumerate(paths):
-        assert tuple(outputs[str(at), 0].token_ids) == path.output[1 + at :]
-
-
 def test_steps_ahead_give_the_same_tokens(
     name: str, checkpoint: CheckpointMaker, paths: list[GreedyPath]
 ) -> None:
     serve(make_runner(checkpoint(name), threads=1, async_scheduling=True), paths)
-
-
-def test_rejected_drafts_leave_no_trace(runner: ModelRunner, paths: list[GreedyPath]) -> None:
-    engine = serve(runner, paths, speculative_config=NGRAM)
-    speculation = engine.stats().speculation
-    assert speculation is not None
-    assert speculation.draft_tokens > speculation.accepted_tokens
 
 
 def test_beams_equal_transformers(

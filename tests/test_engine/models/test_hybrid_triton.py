@@ -23,22 +23,27 @@ COMPILED = torch.cuda.is_available()
 CHUNK = RecurrentLaunch(8, 16, 1, 1)
 CHUNKS = RecurrentLaunches(CHUNK, CHUNK, least=(8, 8))
 LENGTH, PROMPTS, BUDGET = 4, (5, 60 if COMPILED else 14), 25 if COMPILED else 17
-DELTA = {
+LINEAR = {
     "num_hidden_layers": 3,
     "layer_types": ["linear_attention", "full_attention", "linear_attention"],
 }
+CONVOLUTIONS = {"num_hidden_layers": 3, "layer_types": ["conv", "full_attention", "conv"]}
 # How the models differ from those of other tests: each has two recurrent layers.
 FAMILIES: dict[str, dict[str, Any]] = {
-    "qwen3-next": DELTA,
-    "qwen3_5": DELTA,
+    "qwen3-next": LINEAR,
+    "qwen3_5": LINEAR,
     "mamba": {"num_hidden_layers": 2},
     "falcon-mamba": {"num_hidden_layers": 2},
     "mamba2": {"num_hidden_layers": 2},
     "falcon-h1-norm": {},
     "nemotron-h": {},
     "jamba": {"num_hidden_layers": 3},
-    "lfm2": {"num_hidden_layers": 3, "layer_types": ["conv", "full_attention", "conv"]},
-    "kimi-linear": {**DELTA, "linear_num_heads": 2},
+    "lfm2": CONVOLUTIONS,
+    "lfm2-moe": CONVOLUTIONS,
+    "granite-hybrid": LINEAR,
+    "bamba": {"num_hidden_layers": 3, "attn_layer_indices": [1]},
+    "qwen3_5-moe": LINEAR,
+    "kimi-linear": {**LINEAR, "linear_num_heads": 2},
 }
 
 

@@ -1,11 +1,12 @@
 """Greedy tokens of prompts with images equal transformers' for each family: with none, one and
-several images of many sizes, in chunks, under preemption, and with prefix hits. An image that
-several requests read is encoded once.
+several images of many sizes, in chunks, under preemption, with prefix hits, and when another engine
+continues. An image that several requests read is encoded once. Texts need no tower.
 
 Left out: devices other than the CPU, and weights of real checkpoints.
 """
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from shutil import copytree
@@ -16,8 +17,10 @@ from safetensors.torch import load_file, save_file
 
 from headrace_engine.core.errors import CheckpointError, ConfigError, RequestError
 from headrace_engine.engine.engine import Engine
+from headrace_engine.model_runner.model_runner import ModelRunner
 from headrace_testing.engines import Output, cpu_backends, engine_config, make_runner, run
 from headrace_testing.image_prompts import ImagePrompts, Prompt, noise, text
+from headrace_testing.rank_threads import RankThread
 
 CheckpointMaker = Callable[[str], Path]
 PromptsMaker = Callable[[str], ImagePrompts]
@@ -169,6 +172,43 @@ def test_prefixes_with_another_image_of_the_same_size_are_not_reused(
     assert second.cached_tokens == REUSED[name][1], "those before the image"
 
 
+@pytest.mark.parametrize("name", NAMES)
+def test_texts_are_read_without_the_tower(
+    name: str, checkpoint: CheckpointMaker, prompts: PromptsMaker
+) -> None:
+    options = {"attention_backend": cpu_backends()[-1], "limit_mm_per_prompt": {"image": 0}}
+    runner = make_runner(checkpoint(name), **options)
+    engine = Engine(engine_config(checkpoint(name), **options), runner)
+    answer(engine, prompts(name), scenes(name)[:1])
+    assert runner.image_limits is None
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_another_engine_continues_after_the_tokens_of_the_first(
+    name: str, checkpoint: CheckpointMaker, prompts: PromptsMaker
+) -> None:
+    """As after an engine's death: the second has the images, and nothing that was computed."""
+    options = {"attention_backend": cpu_backends()[-1], **ROOM.get(name, {})}
+    asked = scenes(name)[-2:]
+    requests = [prompts(name).request(str(at), prompt, LENGTH) for at, prompt in enumerate(asked)]
+    known: dict[str, list[int]] = {one.request_id: [] for one in requests}
+    dying = serve(checkpoint(name), **options)
+    for one in requests:
+        dying.add_request(one)
+    while not all(map(len, known.values())):
+        for output in dying.step():
+            known[output.request_id] += output.token_ids
+    assert all(len(tokens) < LENGTH for tokens in known.values())
+    other = serve(checkpoint(name), **options)
+    resumed = [replace(one, resume=(tuple(known[one.request_id]),)) for one in requests]
+    outputs = run(other, resumed)
+    for prompt, one in zip(asked, requests, strict=True):
+        more = outputs[one.request_id, 0].token_ids
+        prompts(name).check(prompt, known[one.request_id] + more)
+        assert len(known[one.request_id]) + len(more) == LENGTH
+    assert other.stats().images_encoded == 4, "each picture once"
+
+
 @pytest.mark.parametrize("options", [{"max_num_encoder_input_tokens": 1}, {}])
 def test_images_wait_for_room_among_encoded_ones(
     options: dict[str, int], checkpoint: CheckpointMaker, prompts: PromptsMaker
@@ -217,7 +257,6 @@ def test_images_that_the_engine_cannot_read_are_refused(
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"tensor_parallel_size": 2}, "tensor_parallel_size 2"),
         ({"deterministic": True}, "deterministic"),
         ({"load_format": "dummy"}, "load_format dummy"),
     ],
@@ -225,8 +264,9 @@ def test_images_that_the_engine_cannot_read_are_refused(
 def test_images_that_are_asked_for_need_a_tower(
     options: dict[str, Any], message: str, checkpoint: CheckpointMaker
 ) -> None:
+    config = engine_config(checkpoint("qwen2.5-vl"), limit_mm_per_prompt={"image": 1}, **options)
     with pytest.raises(ConfigError, match=message):
-        make_runner(checkpoint("qwen2.5-vl"), limit_mm_per_prompt={"image": 1}, **options)
+        ModelRunner(config, launch=RankThread)
 
 
 def test_another_model_has_no_tower(checkpoint: CheckpointMaker) -> None:

@@ -6,23 +6,25 @@ Left out: devices other than the CPU, and weights of real checkpoints.
 """
 
 from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 from shutil import copytree
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
 
 from headrace_common.sampling.params import SamplingParams
 from headrace_engine.core.errors import ConfigError, ContextTooLong
-from headrace_engine.core.speculative_config import SpeculativeConfig
 from headrace_engine.engine.engine import Engine
 from headrace_engine.models.decoder.decoder import Decoder
 from headrace_engine.models.decoder.fused import FusedDecoder
+from headrace_engine.models.rotary import rotary
 from headrace_engine.models.transformers.transformers_model import TransformersModel
 from headrace_testing.checkpoints import (
     HYBRID,
     SHAPES,
+    UNUSUAL,
     VOCAB,
     GreedyPath,
     Reference,
@@ -121,15 +123,22 @@ LAYERED = [
     "hunyuan-moe",
 ]
 MANY = ("llama", "mistral", "gemma2", "gpt_neox")
-# Small variants of other architectures.
+# Small variants of other architectures, and those whose batches test_schedules.py varies.
 FEW = (
     "smollm3", "olmo2", "olmo3", "granite", "ministral3", "mistral3-multimodal", "glm",
-    "glm4", "exaone4", "ernie4_5", "seed_oss", "solar-open", "olmoe",
-    "deepseek-v2-lite", "glm-moe-dsa", "glm4-moe-lite", "hunyuan", "hunyuan-moe", "llama4-two",
-    "llama4-multimodal", "kimi-k25-multimodal", "glm-moe-dsa-shared", "qwen2-vl", "qwen2.5-vl",
+    "glm4", "exaone4", "ernie4_5", "seed_oss", "glm-moe-dsa",
+    "llama4-multimodal", "kimi-k25-multimodal", "qwen2-vl", "qwen2.5-vl",
     "qwen3-vl", "glm4v", "glm46v", "glm4v-moe", "llava-onevision", "smolvlm", "idefics3",
-    "gemma4-multimodal", "gemma4-small",
+    "gemma4-multimodal", "gemma4-small", *UNUSUAL,
 )  # fmt: skip
+
+
+class Rounded(NamedTuple):
+    folder: Path
+    prompt: tuple[int, ...]
+    exact: torch.Tensor
+    rounded: torch.Tensor
+
 
 native_kernels = pytest.mark.skipif("cpu" not in cpu_backends(), reason="no native kernels")
 CheckpointMaker = Callable[[str], Path]
@@ -139,6 +148,23 @@ ReferenceMaker = Callable[[str], Reference]
 @pytest.fixture(scope="module", params=cpu_backends())
 def backend(request: pytest.FixtureRequest) -> str:
     return str(request.param)
+
+
+@pytest.fixture(scope="module")
+def in_bfloat16(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Rounded]:
+    """A checkpoint in bfloat16, and transformers' log probabilities after a prompt, by name."""
+
+    @cache
+    def make(name: str) -> Rounded:
+        folder = save_checkpoint(tmp_path_factory.mktemp(name), name, dtype=torch.bfloat16)
+        prompt = tuple(range(20, 60))
+        exact, rounded = (
+            Reference(folder, dtype).logits(prompt)[-1].log_softmax(-1)
+            for dtype in (torch.float32, torch.bfloat16)
+        )
+        return Rounded(folder, prompt, exact, rounded)
+
+    return make
 
 
 def serve(folder: Path, paths: list[GreedyPath], **options: Any) -> Engine:
@@ -165,13 +191,12 @@ def test_greedy_tokens_equal_transformers(
     count = 32 if name in MANY else 4 if name in FEW else 10
     paths = reference(name).clear_paths(count, LENGTH)
     assert len({path.output for path in paths}) > count / 2, "the model must not ignore its prompt"
-    for batch, chunk in [(4, 7)] if name in FEW else SIZES[backend]:
-        serve(
-            checkpoint(name),
-            paths[:batch],
-            attention_backend=backend,
-            max_num_batched_tokens=chunk,
-        )
+    sizes = [(4, 7)] if name in FEW else SIZES[backend]
+    folder, most = checkpoint(name), max(chunk for _, chunk in sizes)
+    runner = make_runner(folder, attention_backend=backend, max_num_batched_tokens=most)
+    for batch, chunk in sizes:
+        options = engine_config(folder, attention_backend=backend, max_num_batched_tokens=chunk)
+        check(Engine(options, runner), paths[:batch])
 
 
 @pytest.mark.proves("tokens", architectures=["MiMoForCausalLM"])
@@ -214,23 +239,7 @@ def test_float32_logits_equal_transformers(
     assert max(abs(value - float(exact[token])) for token, value in found.logprobs[0].top) < 1e-3
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        "llama",
-        "llama4",
-        "qwen2-window",
-        "gemma3",
-        "mixtral",
-        "gpt-oss",
-        "glm4-moe",
-        "mimo-v2",
-        "longcat-flash",
-        "deepseek-v3",
-        "deepseek-v32",
-        "glm-moe-dsa-shared",
-    ],
-)
+@pytest.mark.parametrize("name", ["llama", "qwen2-window", "gemma3", "mixtral"])
 def test_preempted_sequences_continue_with_the_same_tokens(
     name: str, backend: str, checkpoint: CheckpointMaker, reference: ReferenceMaker
 ) -> None:
@@ -263,23 +272,7 @@ def test_swapped_sequences_continue_with_the_same_tokens(
     assert stats.swap_in_bytes == stats.swap_out_bytes > 0
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        "qwen3",
-        "phi3",
-        "gemma2",
-        "qwen3-moe",
-        "gpt-oss",
-        "minimax-m2",
-        "mimo-v2",
-        "deepseek-v2",
-        "llama4",
-        "deepseek-v32",
-        "glm-moe-dsa-shared",
-        "longcat-flash",
-    ],
-)
+@pytest.mark.parametrize("name", ["qwen3", "phi3", "gemma2", "qwen3-moe"])
 def test_prefix_hits_change_no_token(
     name: str, backend: str, checkpoint: CheckpointMaker, reference: ReferenceMaker
 ) -> None:
@@ -293,18 +286,7 @@ def test_prefix_hits_change_no_token(
     assert engine.stats().prefix_hit_tokens >= 5 * 28
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        "llama",
-        "gpt_neox",
-        "glm4-moe-lite",
-        "llama4",
-        "mimo-v2",
-        "glm-moe-dsa-shared",
-        "longcat-flash",
-    ],
-)
+@pytest.mark.parametrize("name", ["llama", "gpt_neox", "glm4-moe-lite"])
 def test_forked_choices_share_blocks_and_give_the_same_tokens(
     name: str, backend: str, checkpoint: CheckpointMaker, reference: ReferenceMaker
 ) -> None:
@@ -314,23 +296,6 @@ def test_forked_choices_share_blocks_and_give_the_same_tokens(
     engine = Engine(engine_config(folder), runner)
     outputs = run(engine, [request("fork", path.prompt, greedy(LENGTH, n=4))])
     assert [tuple(outputs["fork", choice].token_ids) for choice in range(4)] == [path.output] * 4
-
-
-@pytest.mark.parametrize(
-    "name", ["mimo-v2", "longcat-flash", "deepseek-v32", "glm-moe-dsa", "glm-moe-dsa-shared"]
-)
-def test_drafts_from_ngrams_change_no_token(
-    name: str, backend: str, checkpoint: CheckpointMaker, reference: ReferenceMaker
-) -> None:
-    ngram = SpeculativeConfig(
-        method="ngram", prompt_lookup_min=1, num_speculative_tokens=3, adaptive=False
-    )
-    serve(
-        checkpoint(name),
-        reference(name).clear_paths(4, LENGTH),
-        attention_backend=backend,
-        speculative_config=ngram,
-    )
 
 
 def test_sampled_tokens_depend_on_seed_and_choice_only(
@@ -373,12 +338,9 @@ def test_sampled_tokens_depend_on_seed_and_choice_only(
     ],
 )
 def test_bfloat16_logits_are_as_close_as_those_of_transformers(
-    name: str, backend: str, tmp_path: Path, reference: ReferenceMaker
+    name: str, backend: str, in_bfloat16: Callable[[str], Rounded]
 ) -> None:
-    folder = save_checkpoint(tmp_path, name, dtype=torch.bfloat16)
-    prompt = tuple(range(20, 60))
-    exact = Reference(folder).logits(prompt)[-1].log_softmax(-1)
-    rounded = Reference(folder, torch.bfloat16).logits(prompt)[-1].log_softmax(-1)
+    folder, prompt, exact, rounded = in_bfloat16(name)
     runner = make_runner(folder, dtype="auto", attention_backend=backend)
     assert runner.dtype is torch.bfloat16
     params = SamplingParams(temperature=0.0, max_tokens=1, logprobs=20)
@@ -412,6 +374,19 @@ def test_short_rotary_factors_where_the_context_is_short(
     engine = Engine(engine_config(folder), runner)
     outputs = run(engine, [request(str(i), p.prompt, greedy(6)) for i, p in enumerate(paths)])
     assert [tuple(one.token_ids) for one in outputs.values()] == [path.output for path in paths]
+
+
+@pytest.mark.parametrize("name", ["llama4", "qwen3-next"])
+def test_rotations_made_by_need_change_no_token(
+    name: str,
+    backend: str,
+    checkpoint: CheckpointMaker,
+    reference: ReferenceMaker,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(rotary, "WHOLE", 8)
+    monkeypatch.setattr(rotary, "_ROWS", 8)
+    serve(checkpoint(name), reference(name).clear_paths(4, LENGTH), attention_backend=backend)
 
 
 @pytest.mark.parametrize("implementation", ["native", "transformers"])
@@ -531,6 +506,29 @@ def test_models_that_cannot_be_served_exactly_are_refused(
     auto.from_config(made).save_pretrained(tmp_path)
     with pytest.raises(ConfigError, match=reason):
         make_runner(tmp_path, max_model_len=128, model_implementation="transformers")
+
+
+@pytest.mark.parametrize(
+    ("architecture", "closest"),
+    [
+        ("BloomForCausalLM", "GPTNeoXForCausalLM"),
+        ("DeepseekV4ForCausalLM", "DeepseekV32ForCausalLM"),
+        ("FalconForCausalLM", "LlamaForCausalLM"),
+        ("GPTJForCausalLM", "GPTNeoXForCausalLM"),
+        ("StableLmForCausalLM", "PhiForCausalLM"),
+    ],
+)
+def test_a_refusal_names_the_closest_model_that_is_served(
+    architecture: str, closest: str, tmp_path: Path
+) -> None:
+    import transformers
+
+    made = getattr(transformers, architecture).config_class(
+        architectures=[architecture], dtype="float32"
+    )
+    made.save_pretrained(tmp_path)
+    with pytest.raises(ConfigError, match=rf"{architecture} cannot be served.*{closest}"):
+        make_runner(tmp_path, max_model_len=128)
 
 
 def test_every_shape_is_tested() -> None:

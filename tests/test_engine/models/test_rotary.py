@@ -2,6 +2,7 @@
 config.json."""
 
 import json
+import resource
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from headrace_engine.checkpoints.checkpoint import load_checkpoint
 from headrace_engine.checkpoints.config import ModelConfig
 from headrace_engine.core.errors import ConfigError
 from headrace_engine.models.context import pick_context
+from headrace_engine.models.rotary import rotary
 from headrace_engine.models.rotary.rotary import RotaryTable
 
 CONTEXT = 128
@@ -107,6 +109,37 @@ def test_dynamic_positions_beyond_the_context_use_their_own_length(tmp_path: Pat
         theirs = exact(tmp_path, torch.tensor([position]))
         torch.testing.assert_close(cos[position], theirs[0][0], rtol=1e-4, atol=1e-4)
         torch.testing.assert_close(sin[position], theirs[1][0], rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("form", ["yarn", "dynamic"])
+def test_rows_made_by_need_equal_those_of_a_whole_table(
+    form: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config, length = read(tmp_path, FORMS[form]), CONTEXT + 40
+    whole = table(config, length)
+    monkeypatch.setattr(rotary, "WHOLE", 8)
+    monkeypatch.setattr(rotary, "_ROWS", 50)
+    made = RotaryTable(config.rope, HEAD, CONTEXT, length, torch.device("cpu"))
+    positions = torch.tensor([3, CONTEXT - 1, CONTEXT, length - 1])
+    for found, wanted in zip(made.lookup(positions), whole, strict=True):
+        torch.testing.assert_close(found, wanted[positions], rtol=1e-6, atol=1e-6)
+    for count in (60, 20, length):
+        made.reserve(count)
+        for found, wanted in zip(made.tables, whole, strict=True):
+            torch.testing.assert_close(found[:count], wanted[:count], rtol=1e-6, atol=1e-6)
+
+
+def test_a_long_context_takes_memory_only_for_the_positions_that_are_used(tmp_path: Path) -> None:
+    config, length = read(tmp_path, FORMS["llama3"]), 10_000_000
+    statm = Path("/proc/self/statm")
+    before = int(statm.read_text().split()[1])
+    made = RotaryTable(config.rope, HEAD, CONTEXT, length, torch.device("cpu"))
+    made.reserve(1000)
+    last = torch.tensor([length - 1])
+    for found, wanted in zip(made.lookup(last), exact(tmp_path, last), strict=True):
+        torch.testing.assert_close(found, wanted, rtol=1e-6, atol=1e-6)
+    grown = (int(statm.read_text().split()[1]) - before) * resource.getpagesize()
+    assert grown < length * HEAD  # a whole table has four times as many bytes
 
 
 PHI3: dict[str, Any] = {

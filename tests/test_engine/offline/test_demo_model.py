@@ -119,7 +119,7 @@ def shown(dialogue: Dialogue) -> str:
 
 def test_the_model_learns_what_the_chat_template_writes() -> None:
     tokenizer = Tokenizer.from_file(str(FOLDER / "tokenizer.json"))
-    chats = [dialogue for dialogue in generate(300, seed=3) if dialogue.turns]
+    chats = [dialogue for dialogue in generate(100, seed=3) if dialogue.turns]
     whole = [
         tokenizer.decode(encode(tokenizer, dialogue).ids, skip_special_tokens=False)
         for dialogue in chats

@@ -123,7 +123,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             kv_groups=groups,
         )
         if image_room is not None:
-            self.runner.image_limits = ImageLimits(images=2, tokens=image_room)
+            self.runner.image_limits = ImageLimits(images=2, tokens=image_room, room=image_room)
         self.jobs_a_step = jobs_a_step
         self.tier: ManualTier | None = None
         if shared and num_host_blocks and window is None:

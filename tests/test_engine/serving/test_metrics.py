@@ -10,6 +10,7 @@ from headrace_common.errors import FailureCode
 from headrace_common.observability import metric_names as names
 from headrace_common.observability.telemetry import Telemetry, disabled, setup
 from headrace_common.protocol.base import Lease, Outcome
+from headrace_common.protocol.variants import COMPARISON_TENANT
 from headrace_common.sampling.params import SamplingParams
 from headrace_common.wire.messages import ChoiceState, Failed, GenerateRequest
 from headrace_engine.core.speculative_stats import SpeculationStats
@@ -205,11 +206,30 @@ def test_steps_requests_and_tokens_are_counted(telemetry: Telemetry) -> None:
     assert value(families, "headrace_engine_requests_ended_total", error_type="", **side) == 1
     assert value(families, "headrace_engine_time_to_first_token_seconds_sum", **side) == 3.0
     assert value(families, "headrace_engine_time_per_output_token_seconds_sum", **side) == 0.5
+    metrics.turn_began(2.5)
+    families = scrape(telemetry.server.url)
+    assert value(families, "headrace_engine_turns_total", gen_ai_request_model="demo") == 1
+    assert value(families, "headrace_engine_turn_wait_seconds_sum") == 2.5
     assert {
         metric.prometheus_name
         for metric in names.ENGINE_METRICS
         if metric not in (names.QUEUE_REDELIVERIES, names.ENGINE_SPEC_TOKENS)
     } <= {sample.name.removesuffix("_bucket") for f in families.values() for sample in f.samples}
+
+
+def test_a_request_that_compares_a_canary_is_not_part_of_its_sides_figures(
+    telemetry: Telemetry,
+) -> None:
+    metrics = metrics_of(telemetry)
+    for tenant in ("acme", COMPARISON_TENANT):
+        leased = take(metrics)
+        leased.request = replace(leased.request, tenant=tenant)
+        metrics.produced(leased, 5)
+        metrics.ended(leased, Outcome())
+    assert telemetry.server is not None
+    families = scrape(telemetry.server.url)
+    assert value(families, "headrace_engine_requests_ended_total", variant="stable") == 1
+    assert value(families, "headrace_engine_time_to_first_token_seconds_count") == 1
 
 
 def test_routers_find_vllms_names(telemetry: Telemetry) -> None:

@@ -58,6 +58,7 @@ class FakeSleeper:
         self.wanted: SleepLevel | None = None
         self.level: SleepLevel | None = None
         self.timeout: float | None = None
+        self.moving = False
 
     def ask(self, level: SleepLevel | None, timeout: float | None = None) -> None:
         self.wanted, self.timeout = level, timeout
@@ -81,8 +82,8 @@ class Engine:
         """The level that is wanted, and how long running requests have."""
         return self.sleeper.wanted, self.sleeper.timeout
 
-    async def look(self, *, draining: bool = False, running: int = 0) -> None:
-        await self.turns.turn(self.sleeper, draining=draining, running=running)  # type: ignore[arg-type]
+    async def look(self, *, draining: bool = False, running: int = 0) -> float | None:
+        return await self.turns.turn(self.sleeper, draining=draining, running=running)  # type: ignore[arg-type]
 
 
 async def engines(group: Group) -> tuple[Engine, Engine]:
@@ -116,6 +117,57 @@ async def test_a_switch_waits_until_the_holder_sleeps(group: Group) -> None:
     assert group.turn.holder is None
     await second.look()
     assert group.turn.holder == "b" and second.sleeper.wanted is None
+
+
+async def test_an_engine_that_wakes_slowly_keeps_the_slot(group: Group) -> None:
+    first, second = await engines(group)
+    second.slot.waiting = WAITS
+    group.turn = Turn(None, 0.0, "a")
+    await second.look()
+    for _ in range(3):
+        await second.look()
+        assert group.turn.holder == "b", "it has memory already"
+    second.sleeper.wanted, second.sleeper.moving = 2, True  # by a request to sleep
+    await second.look()
+    assert group.turn.holder == "b"
+    second.sleeper.moving = False
+    await second.look()
+    assert group.turn.holder is None
+
+
+async def test_a_turn_tells_how_long_requests_waited_for_it(group: Group) -> None:
+    first, second = await engines(group)
+    second.slot.waiting = Demand(1, group.now - 30)
+    assert await second.look() is None, "the slot is not free"
+    group.turn = Turn(None, 0.0, "a")
+    assert await second.look() == 30
+    second.sleeper.follow()
+    assert await second.look() is None
+
+
+async def test_an_engine_that_sleeps_says_when_it_will_be_awake(group: Group) -> None:
+    first, second = await engines(group)
+    assert second.turns.time_to_turn == 0, "nothing waits for it"
+    group.members["a"] = Member("a", WAITS, running=1)
+    second.slot.waiting = Demand(2, group.now)
+    await second.look()
+    most, finish = CONFIG.bounds.max_awake, CONFIG.timeout
+    assert second.turns.time_to_turn == pytest.approx(most + finish, abs=0.01)
+    group.now += 10
+    await second.look()
+    assert second.turns.time_to_turn == pytest.approx(most + finish - 10, abs=0.01)
+
+    group.turn = Turn(None, 0.0, "a")
+    await second.look()
+    second.now += 3.0
+    second.sleeper.follow()
+    await second.look()
+    assert second.turns.time_to_turn == 0, "it is awake"
+    second.sleeper.wanted = second.sleeper.level = 2
+    await second.look()
+    group.turn = Turn("a", group.now)
+    await second.look()
+    assert second.turns.time_to_turn == pytest.approx(most + finish + 3, abs=0.01), "and wakes"
 
 
 async def test_an_idle_engine_stays_awake_until_another_one_has_work(group: Group) -> None:

@@ -92,11 +92,11 @@ def acceptance(engine: Engine) -> float:
 
 
 MIXED: tuple[SamplingParams, ...] = (
-    SamplingParams(temperature=0.0, max_tokens=30, ignore_eos=True),
-    SamplingParams(temperature=0.0, max_tokens=24, repetition_penalty=1.2, logprobs=3),
-    SamplingParams(temperature=0.5, max_tokens=30, ignore_eos=True, n=3),
-    SamplingParams(temperature=0.7, top_p=0.9, top_k=20, max_tokens=33, min_tokens=33),
-    SamplingParams(temperature=0.3, max_tokens=50, logit_bias={31: 6.0}, stop_token_ids=[40, 41]),
+    SamplingParams(temperature=0.0, max_tokens=16, ignore_eos=True),
+    SamplingParams(temperature=0.0, max_tokens=12, repetition_penalty=1.2, logprobs=3),
+    SamplingParams(temperature=0.5, max_tokens=16, ignore_eos=True, n=3),
+    SamplingParams(temperature=0.7, top_p=0.9, top_k=20, max_tokens=18, min_tokens=18),
+    SamplingParams(temperature=0.3, max_tokens=24, logit_bias={31: 6.0}, stop_token_ids=[40, 41]),
 )
 
 

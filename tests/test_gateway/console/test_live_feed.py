@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 import pytest
 
 from headrace_common.errors import BackendUnavailable
-from headrace_common.protocol.base import EngineStatus, QueueDepth
+from headrace_common.protocol.base import CanaryPlan, EngineStatus, QueueDepth
 from headrace_common.protocol.live import EngineSight, EngineSnapshot, ModelSight
 from headrace_gateway.console.live_feed import MAX_ENGINES, LiveFeed, LiveSources
 from headrace_gateway.console.live_view import LiveView
@@ -30,8 +30,8 @@ class Fleet:
     async def engines(self, model: str) -> Sequence[EngineStatus]:
         return self.statuses
 
-    async def canary_percent(self, model: str) -> float:
-        return 0.0
+    async def canary_plan(self, model: str) -> CanaryPlan:
+        return CanaryPlan()
 
     async def depth(self, model: str) -> QueueDepth:
         self.reads += 1

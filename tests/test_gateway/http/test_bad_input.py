@@ -256,6 +256,12 @@ async def test_a_refused_field_comes_with_a_remedy(gateway: Gateway) -> None:
     assert error["message"] == "suffix is not supported: this server does not fill in the middle."
 
 
+async def test_a_mistyped_field_is_named_beside_the_missing_one(gateway: Gateway) -> None:
+    answer = await gateway.http.post(CHAT, json={"model": "tiny", "mesages": []})
+    error = assert_error(answer, 400, "messages")
+    assert error["message"] == "messages: Field required; 'mesages' is unknown."
+
+
 async def test_a_byte_order_mark_before_a_body_is_ignored(gateway: Gateway) -> None:
     """PowerShell and .NET write one unless they are told not to."""
     body = b"\xef\xbb\xbf" + json.dumps({"prompt": "x"}).encode()

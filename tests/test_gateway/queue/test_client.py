@@ -1,6 +1,7 @@
 """The gateway's client on the queue in memory: its guarantees to callers."""
 
 import asyncio
+import itertools
 from collections import deque
 from collections.abc import AsyncIterator, Callable
 from contextlib import suppress
@@ -14,6 +15,7 @@ from headrace_common.protocol.base import (
     MAX_REQUEUES,
     AdmitResult,
     EngineQueue,
+    EngineStatus,
     Lease,
     Outcome,
     QueueLimits,
@@ -34,6 +36,7 @@ from headrace_gateway.queue_client.client import (
     Generation,
     GenerationClient,
 )
+from headrace_gateway.queue_client.engines import EngineDirectory
 from headrace_gateway.queue_client.generation import merged
 from headrace_testing.backends import MODEL, InMemory, make_request, make_status
 from headrace_testing.fake_engine import FakeEngine, is_one_history
@@ -128,6 +131,30 @@ def test_one_stream_does_not_delay_others() -> None:
     waiting = deque(Delta(0, (number,)) for number in range(100))
     sizes = [len(merged(waiting).token_ids) for _ in range(2)]
     assert sizes == [64, 36]
+
+
+async def test_a_refusal_counts_the_wait_until_a_sleeping_engine_wakes(memory: InMemory) -> None:
+    queue = memory.gateway()
+    directory = EngineDirectory(queue, clock=itertools.count(step=2).__next__)
+    client = GenerationClient(queue, QueueLimits(max_requests=1), turn=directory.time_to_turn)
+    await client.start()
+    await client.submit(make_request())
+
+    async def retry_after(**statuses: EngineStatus) -> float:
+        for name, status in statuses.items():
+            await memory.engine(name).beat((), status)
+        with pytest.raises(QueueFull) as refused:
+            await client.submit(make_request())
+        return refused.value.retry_after
+
+    asleep = replace(make_status("a"), sleep_level=1, time_to_turn=42.0)
+    assert await retry_after() == 5.0, "no engine is known"
+    assert await retry_after(a=asleep) == 47.0
+    assert await retry_after(b=replace(make_status("b"), sleep_level=2, time_to_turn=90.0)) == 47.0
+    assert await retry_after(a=replace(asleep, time_to_turn=30.0)) == 35.0
+    assert await retry_after(c=replace(make_status("c"), draining=True)) == 35.0
+    assert await retry_after(b=make_status("b")) == 5.0, "it is awake"
+    await client.close()
 
 
 async def test_a_generation_yields_every_choice_to_its_end(

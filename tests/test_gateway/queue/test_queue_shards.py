@@ -11,7 +11,7 @@ import httpx
 import pytest
 
 from headrace_common.errors import BackendUnavailable
-from headrace_common.protocol.base import EngineStatus, QueueLimits
+from headrace_common.protocol.base import CanaryPlan, EngineStatus, QueueLimits
 from headrace_common.wire.keys import shard_of
 from headrace_gateway.models.models import Models
 from headrace_gateway.queue_client.client import GenerationClient
@@ -103,7 +103,7 @@ class Away:
     async def engines(self, model: str) -> list[EngineStatus]:
         raise BackendUnavailable("redis: connection refused")
 
-    async def canary_percent(self, model: str) -> float:
+    async def canary_plan(self, model: str) -> CanaryPlan:
         raise BackendUnavailable("redis: connection refused")
 
 

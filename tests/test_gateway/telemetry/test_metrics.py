@@ -10,6 +10,7 @@ from headrace_common.observability import metric_names as names
 from headrace_common.observability.telemetry import Telemetry, setup
 from headrace_common.protocol.base import QueueDepth
 from headrace_common.protocol.batches import Batch, BatchProgress, BatchRequest, BatchStatus
+from headrace_gateway.queue_client.canary_comparisons import ComparisonResult
 from headrace_gateway.telemetry.batch_scrape_cache import BatchScrapeCache
 from headrace_gateway.telemetry.metrics import (
     CompletedRequest,
@@ -54,6 +55,19 @@ def telemetry() -> Iterator[Telemetry]:
 def url_of(telemetry: Telemetry) -> str:
     assert telemetry.server is not None
     return telemetry.server.url
+
+
+def test_comparisons_with_a_canary_are_counted(telemetry: Telemetry) -> None:
+    metrics = GatewayMetrics(telemetry.meter)
+    metrics.compared("demo", ComparisonResult.EQUAL)
+    for position in (0, 7):
+        metrics.compared("demo", ComparisonResult.DIFFERENT, position)
+    families = scrape(url_of(telemetry))
+    model = {"gen_ai_request_model": "demo"}
+    compared = "headrace_gateway_canary_comparisons_total"
+    assert value(families, compared, result="equal", **model) == 1
+    assert value(families, compared, result="different", **model) == 2
+    assert value(families, "headrace_gateway_canary_first_difference_sum", **model) == 7
 
 
 def test_a_completed_request_is_measured(telemetry: Telemetry) -> None:

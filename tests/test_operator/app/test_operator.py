@@ -8,6 +8,8 @@ objects.
 from typing import Any
 
 from headrace_common.protocol.adapters import decode_set
+from headrace_common.protocol.base import CanaryPlan
+from headrace_common.protocol.variants import Agreement
 from headrace_operator import names
 from headrace_operator.reconciliation.reconciler import SCALING_INTERVAL
 from headrace_operator.scaling.reason import Reason
@@ -31,6 +33,12 @@ async def until(condition: Any) -> None:
 def replicas(user: User, name: str = "qwen-engine") -> int | None:
     found = user.server.find("deployments", name)
     return None if found is None else found["spec"]["replicas"]
+
+
+def image(user: User) -> str:
+    """The image of the stable engines."""
+    found: Any = user.server.find("deployments", "qwen-engine")
+    return str(found["spec"]["template"]["spec"]["containers"][0]["image"])
 
 
 def reason(user: User, kind: str) -> str:
@@ -371,12 +379,12 @@ async def test_a_canary_comes_and_goes(user: User, scene: Scene) -> None:
     async with operator(user, scene):
         await user.create(body(canary={"revision": "def456", "replicas": 1}))
         await until(lambda: replicas(user, "qwen-engine-canary") == 1)
-        await until(lambda: scene.percents.get("qwen") == 10)
+        await until(lambda: scene.plans.get("qwen") == CanaryPlan(10))
         await user.change_spec("qwen", {"canary": {"trafficPercent": 25}})
-        await until(lambda: scene.percents["qwen"] == 25)
+        await until(lambda: scene.plans["qwen"] == CanaryPlan(25))
         await user.change_spec("qwen", {"canary": None})
         await until(lambda: replicas(user, "qwen-engine-canary") is None)
-        await until(lambda: scene.percents["qwen"] is None)
+        await until(lambda: scene.plans["qwen"] is None)
         assert replicas(user) == 1
 
 
@@ -422,10 +430,10 @@ async def test_a_canary_that_fails_requests_is_rolled_back_by_itself(
     scene.metrics = {"old": served(1000, 0), "new": served(0, 0)}
     async with operator(user, scene):
         await user.create(body(canary={"image": "engine:2", "trafficPercent": 20}))
-        await until(lambda: scene.percents.get("qwen") == 20)
+        await until(lambda: scene.plans.get("qwen") == CanaryPlan(20))
         await until(lambda: status(user).get("canary", {}).get("reason") == "Comparing")
         scene.metrics = {"old": served(1100, 1), "new": served(60, 20)}
-        await until(lambda: scene.percents["qwen"] is None)
+        await until(lambda: scene.plans["qwen"] is None)
         await until(lambda: replicas(user, "qwen-engine-canary") == 0)
         await until(lambda: status(user)["canary"]["rolledBack"])
         conditions = user.server.conditions("qwen")
@@ -442,7 +450,59 @@ async def test_a_canary_that_fails_requests_is_rolled_back_by_itself(
         assert replicas(user, "qwen-engine-canary") == 0
         await user.change_spec("qwen", {"canary": {"image": "engine:3"}})
         await until(lambda: replicas(user, "qwen-engine-canary") == 1)
-        await until(lambda: scene.percents["qwen"] == 30)
+        await until(lambda: scene.plans["qwen"] == CanaryPlan(30))
+
+
+async def test_a_good_canary_is_promoted_and_the_spec_stays(user: User, scene: Scene) -> None:
+    await user.create(pod("old", "qwen"))
+    await user.create(pod("new", "qwen", track="canary"))
+    scene.metrics = {"old": served(0, 0), "new": served(0, 0)}
+    canary = {"image": "engine:2", "trafficPercent": 20, "autoPromotionSeconds": 300}
+    async with operator(user, scene):
+        await user.create(body(canary=canary))
+        await until(lambda: status(user).get("canary", {}).get("reason") == "Comparing")
+        scene.metrics = {"old": served(100, 0), "new": served(100, 0)}
+        await until(lambda: status(user)["canary"]["reason"] == "AsGoodAsStable")
+        assert image(user) != "engine:2"
+        scene.now += 301
+        await until(lambda: status(user)["canary"]["promoted"])
+        assert image(user) == "engine:2"
+        assert (replicas(user, "qwen-engine-canary"), scene.plans["qwen"]) == (1, CanaryPlan(20))
+        assert "CanaryPromoted" in user.server.events()
+        assert user.server.conditions("qwen")["CanaryHealthy"] == ("True", "CanaryPromoted")
+
+        counts = {"replicas": 1, "updatedReplicas": 1, "readyReplicas": 1}
+        rolled_out = {"status": {**counts, "observedGeneration": 9}}
+        await user.patch("apps/v1", "deployments", "qwen-engine", rolled_out)
+        await until(lambda: replicas(user, "qwen-engine-canary") == 0)
+        await until(lambda: scene.plans["qwen"] is None)
+
+        takes_over = {"engine": {"image": "engine:2"}, "canary": None}
+        await user.change_spec("qwen", takes_over)
+        await until(lambda: status(user).get("canary") is None)
+        assert image(user) == "engine:2"
+        engines: Any = user.server.find("deployments", "qwen-engine")
+        assert engines["metadata"]["generation"] == 2, "one rollout, that of the promotion"
+        own = [data for _, plural, data in user.server.written if plural == names.PLURAL]
+        assert [data["spec"] for data in own if "spec" in data] == [takes_over], (
+            "the operator never writes the spec"
+        )
+
+
+async def test_a_canary_whose_answers_differ_is_rolled_back(user: User, scene: Scene) -> None:
+    analysis = {"minAgreementPercent": 90, "minComparisons": 10, "comparisonsPerMinute": 30}
+    scene.answers = Agreement(equal=0, different=50)  # of a canary before this one
+    async with operator(user, scene):
+        await user.create(body(canary={"image": "engine:2", "analysis": analysis}))
+        await until(lambda: scene.plans.get("qwen") == CanaryPlan(10, 30))
+        await until(lambda: status(user).get("canary", {}).get("reason") == "Comparing")
+        scene.answers = Agreement(equal=7, different=52)
+        await until(lambda: "7 of 9" in status(user)["canary"]["message"])
+        scene.answers = Agreement(equal=8, different=52)
+        await until(lambda: status(user)["canary"]["reason"] == "CanaryAnswersDiffer")
+        await until(lambda: scene.plans["qwen"] is None)
+        assert status(user)["canary"]["rolledBack"]
+        assert "8 of 10" in status(user)["canary"]["message"]
 
 
 async def test_a_canary_that_does_not_run_is_rolled_back(user: User, scene: Scene) -> None:

@@ -4,6 +4,7 @@ from dataclasses import replace
 
 import pytest
 
+from headrace_common.protocol.variants import Agreement
 from headrace_operator.scaling.canary import CanaryLimits, CanaryReason, compare
 from headrace_operator.signals.canary_metrics import SideCounts, SideTotals, totals_of
 from headrace_operator.signals.scrape import parse
@@ -48,6 +49,30 @@ def test_two_failures_of_a_canary_may_be_chance() -> None:
     assert compare(replace(GOOD, errors=0), canary, lenient).reason is CanaryReason.AS_GOOD
     more = replace(canary, errors=3)
     assert compare(replace(GOOD, errors=0), more, lenient).reason is CanaryReason.ERRORS
+
+
+@pytest.mark.parametrize(
+    ("agreement", "reason"),
+    [
+        (Agreement(equal=9), CanaryReason.COMPARING),
+        (Agreement(equal=9, different=1), CanaryReason.AS_GOOD),
+        (Agreement(equal=89, different=11), CanaryReason.ANSWERS),
+    ],
+)
+def test_a_canary_is_worse_if_too_few_answers_are_equal(
+    agreement: Agreement, reason: CanaryReason
+) -> None:
+    limits = replace(LIMITS, min_agreement_percent=90.0, min_comparisons=10)
+
+    verdict = compare(GOOD, GOOD, limits, agreement)
+
+    assert verdict.reason is reason
+    assert verdict.worse == (reason is CanaryReason.ANSWERS)
+    assert f"{agreement.equal} of {agreement.compared} compared answers" in verdict.message
+    few = replace(GOOD, requests=1)
+    early = compare(few, few, limits, agreement)
+    assert early.worse == verdict.worse, "different answers are reason enough"
+    assert compare(GOOD, GOOD, LIMITS, agreement).reason is CanaryReason.AS_GOOD, "not asked for"
 
 
 def test_what_pods_served_before_the_canary_or_a_restart_is_not_counted_twice() -> None:

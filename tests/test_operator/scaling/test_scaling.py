@@ -2,7 +2,9 @@
 tests."""
 
 from dataclasses import replace
+from math import sqrt
 
+import numpy as np
 import pytest
 
 from headrace_operator.scaling import (
@@ -22,6 +24,7 @@ from headrace_operator.scaling import (
     StepLimit,
     decide,
 )
+from headrace_operator.scaling.history import SURGE_NOISE
 
 POLICY = ScalingPolicy(max_replicas=20, utilization=0.5, engine_requests_per_second=1.0)
 FREE = ScalingRules(0.0)
@@ -175,16 +178,9 @@ def test_one_busy_moment_keeps_the_engines_for_a_window() -> None:
     assert counts[36] < 4
 
 
-@pytest.mark.parametrize(("start", "kept"), [(10.0, 60), (200.0, 200), (900.0, 300)])
+@pytest.mark.parametrize(("start", "kept"), [(10.0, 50), (200.0, 200), (900.0, 300)])
 def test_an_engine_is_kept_as_long_as_a_start_takes_within_bounds(start: float, kept: int) -> None:
     assert kept_seconds(History(cold_start=start)) == kept
-
-
-def test_an_engine_is_kept_as_long_as_a_start_and_the_drain_of_a_full_engine_take() -> None:
-    """100 sequences that end at 5 a second last 20 s, and the last of them 20 * 5.18."""
-    history = History(cold_start=30.0, engine_capacity=100.0, engine_requests=5.0)
-
-    assert kept_seconds(history) == 140  # the first look after 133.6 s
 
 
 def kept_seconds(history: History) -> int:
@@ -219,9 +215,22 @@ def test_a_surge_is_continued_for_as_long_as_a_start_takes() -> None:
 
 
 def test_arrivals_within_their_noise_are_no_surge() -> None:
-    history = History(arrivals=4.0, surge=4.4)
+    history = History(arrivals=4.0, surge=4.2)
 
     assert history.arrivals_ahead(60.0) == 4.0
+
+
+def test_the_noise_of_a_surge_is_that_of_the_difference_between_two_means_of_arrivals() -> None:
+    """Ten independent arrivals a second, counted every five seconds."""
+    counts = np.random.default_rng(1).poisson(50.0, 10_000)
+    history, differences = History(), []
+    for look, count in enumerate(counts):
+        now = 5.0 * look
+        history = history.learn(see(4, at=now, arrival_rate=count / 5), POLICY, now)
+        assert history.surge is not None and history.arrivals is not None
+        differences.append(history.surge - history.arrivals)
+
+    assert np.std(differences[100:]) == pytest.approx(sqrt(10.0 * SURGE_NOISE), rel=0.05)
 
 
 def test_steps_up_are_limited_per_period() -> None:
@@ -303,7 +312,7 @@ def test_work_between_two_readings_keeps_the_engine() -> None:
 
 
 def test_the_load_of_the_day_before_is_predicted() -> None:
-    policy = replace(POLICY, forecast=Forecast(), cold_start=600.0)
+    policy = replace(POLICY, forecast=Forecast(lead=600.0), cold_start=60.0)
     history = History()
     for step in range(2 * 288):
         now = 300.0 * step

@@ -381,6 +381,20 @@ def test_the_command_prints_a_table_and_writes_json_and_a_picture(
     assert f"picture: {picture}" in printed.err
 
 
+def test_a_file_without_a_folder_is_refused_before_the_runs(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("sys.argv", ["headrace simulate", "--plot", "/absent/day.png"])
+
+    with pytest.raises(SystemExit) as exited:
+        command.main()
+
+    assert exited.value.code == 2
+    printed = capsys.readouterr()
+    assert "/absent/day.png: its folder does not exist; make it" in printed.err
+    assert printed.out == ""
+
+
 def test_the_command_takes_a_percentile_for_the_objectives(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -31,6 +31,7 @@ from ..base import (
     LOST_RESERVED_S,
     AdmitResult,
     AdmitState,
+    CanaryPlan,
     EngineStatus,
     Outcome,
     Placement,
@@ -44,6 +45,7 @@ from ..frames import decode_frame, decode_outcome, encode_control, encode_frame
 from ..ledger import LedgerBounds
 from ..requests import fingerprint, priority_class, queue_full, token_cost
 from ..shards import SHARD_FIELDS, shard_note, shards_kept
+from ..variants import is_comparison
 from .client.client import Command, RedisClient
 from .client.connection import Connection, check_backend, translate
 from .depth import depth_of, rate_of
@@ -213,7 +215,7 @@ class RedisGatewayQueue:
             f"{request.tenant_weight:g}",
             request.key,
             request.lora or "",
-            self._ledger,
+            "" if is_comparison(request) else self._ledger,
             required_adapter(request),
             request.variant,
             *where,
@@ -467,8 +469,8 @@ class RedisGatewayQueue:
     async def engines(self, model: str) -> Sequence[EngineStatus]:
         return await read_statuses(self._pipeline, model)
 
-    async def canary_percent(self, model: str) -> float:
-        return await RedisCanary(self._connection).percent(model)
+    async def canary_plan(self, model: str) -> CanaryPlan:
+        return await RedisCanary(self._connection).plan(model)
 
     async def drain_rate(self, model: str) -> float:
         shards = await self._all(model)

@@ -79,6 +79,7 @@ KEYS = (
     KeyRule("kv", KeyScope.IN_SHARD, _QUEUE),
     KeyRule("ar", KeyScope.IN_SHARD, _ALL),
     KeyRule("cy", KeyScope.SHARD, _ALL),
+    KeyRule("cc", KeyScope.NOWHERE, _STORE),
     KeyRule("sd", KeyScope.NOWHERE, (GATEWAY, OPERATOR)),
     KeyRule("o", KeyScope.OF_GATEWAY, _QUEUE),
     KeyRule("gw", KeyScope.OF_GATEWAY, _QUEUE),

@@ -73,6 +73,7 @@ class FusedDecoder:
     def forward(self, batch: ForwardBatch, caches: Sequence[LayerCache]) -> torch.Tensor:
         if batch.lora is not None or batch.vision is not None:
             return self._layered.forward(batch, caches)
+        self._positions.reserve(batch.positions)
         rows = batch.logits_rows.shape[0]
         logits, layers = self._logits_for(rows), LayerBatches(batch.layers)
         step = structs.Step(

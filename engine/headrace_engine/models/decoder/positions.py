@@ -1,6 +1,6 @@
 """Values that a decoder's layers derive from positions: rotations, and the scale of queries.
 
-Tables are made once at load; equal layers share one.
+Equal layers share a table.
 """
 
 from dataclasses import dataclass
@@ -50,6 +50,14 @@ class PositionTables:
         """The layer's rotation; None if it has none."""
         used = self._used[layer]
         return None if self._distinct[used] is None else self._tables[used]
+
+    def reserve(self, positions: torch.Tensor) -> None:
+        """Makes the rows of the tables for int64 positions [T], on CPUs."""
+        long = [table for table in self._tables if not table.is_whole]
+        if long:
+            length = int(positions.max()) + 1
+            for table in long:
+                table.reserve(length)
 
     def lookup(
         self, positions: torch.Tensor, vision: VisionRows | None = None

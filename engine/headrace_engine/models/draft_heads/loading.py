@@ -1,6 +1,6 @@
 """Loads a decoder together with its draft head."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Container, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -42,11 +42,12 @@ D2T = "d2t"
 
 @dataclass(frozen=True, slots=True)
 class HeadSource:
-    """The files of a target's checkpoint, and how its layers are made. `locate` says where the
-    files store a tensor; `quantize` makes int8 of linear layers; `length` is the longest sequence
-    in tokens."""
+    """The files of a target's checkpoint, and how its layers are made. `tensors` are those that
+    the files store; `locate` says where; `quantize` makes int8 of linear layers; `length` is the
+    longest sequence in tokens."""
 
     checkpoint: Checkpoint
+    tensors: Mapping[str, TensorInfo]
     dtype: torch.dtype
     device: torch.device
     locate: Callable[[str], Piece]
@@ -63,15 +64,26 @@ class HeadSource:
 
     def reader(self, locate: Callable[[str], Piece]) -> WeightReader:
         return WeightReader(
-            self.folder, self.dtype, self.device, locate, self.progress, self.quantized
+            self.folder,
+            self.dtype,
+            self.device,
+            locate,
+            self.progress,
+            self.quantized,
+            tensors=self.tensors,
         )
 
 
-def check_mtp(checkpoint: Checkpoint, config: ModelConfig, locate: Callable[[str], Piece]) -> None:
+def check_mtp(
+    checkpoint: Checkpoint,
+    config: ModelConfig,
+    locate: Callable[[str], Piece],
+    stored: Container[str],
+) -> None:
     """Raises ConfigError if a checkpoint has no layer that predicts further tokens."""
     names = mtp_names(checkpoint, config)
-    name = f"{names.prefix.format(config.num_layers)}{names.projection}.weight"
-    if locate(name).stored not in scan(checkpoint.folder):
+    name = names.projection_of(config.num_layers)
+    if locate(name).stored not in stored:
         raise ConfigError(
             f"speculative_config.method is mtp, but {checkpoint.folder} has no tensor {name}: the "
             "layer was left out when the checkpoint was made"
@@ -84,8 +96,7 @@ def load_mtp(
     """A target, made of a decoder `body` that returns hidden states, and its MTP head. Raises
     ConfigError or CheckpointError."""
     names = mtp_names(source.checkpoint, config)
-    stored = scan(source.folder)
-    paths = _MTPPaths(names, config, source, stored)
+    paths = _MTPPaths(names, config, source, source.tensors)
     own = head_config(config)
     reader = source.reader(paths.locate)
     reader.check(paths.expected(own), ignored=("model.", HEAD))
@@ -298,12 +309,13 @@ class _MTPPaths:
         return name
 
     def _if_stored(self, name: str, shared: str, stored: Mapping[str, TensorInfo]) -> str | None:
-        """The tensor's name within the layer; None if it is absent or equals the shared one."""
+        """The tensor's name within the layer; None if it is absent or equals the shared one. On the
+        meta device, which has no values, none are equal."""
         name = f"{name}.weight"
         if self.locate(name).stored not in stored:
             return None
         reader = self._source.reader(self.locate)
         shape = (self._config.vocab_size, self._config.hidden_size)
         reader.check({name: shape, shared: shape}, ignored=("model.", HEAD))
-        same = torch.equal(reader.view(name), reader.view(shared))
-        return None if same else name
+        valued = reader.device.type != "meta"
+        return None if valued and torch.equal(reader.view(name), reader.view(shared)) else name

@@ -45,6 +45,10 @@ class MTPNames:
     follows_norm: bool = False
     before_norm: bool = False
 
+    def projection_of(self, num_layers: int) -> str:
+        """The projection's tensor in a checkpoint whose decoder has `num_layers` layers."""
+        return f"{self.prefix.format(num_layers)}{self.projection}.weight"
+
 
 DEEPSEEK = MTPNames()
 MIMO = MTPNames(

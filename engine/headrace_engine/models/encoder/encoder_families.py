@@ -17,13 +17,14 @@ class EncoderFamily:
     `size_field` of config.json has the length of hidden states. With `counts_after_padding` the
     first position is the padding token's id + 1, so a text can have fewer tokens. A `dual` one
     embeds texts and images; vectors have `size` numbers if config.json does not say. With `padded`
-    texts are padded to all positions.
+    texts are padded to all positions. One `of_tokens` makes a vector for each token.
     """
 
     size_field: str = "hidden_size"
     counts_after_padding: bool = False
     dual: bool = False
     padded: bool = False
+    of_tokens: bool = False
     size: int | None = None
 
     def vector_size(self, config: Mapping[str, Any]) -> object:
@@ -37,6 +38,7 @@ class EncoderFamily:
 ENCODERS: dict[str, EncoderFamily] = {
     "bert": EncoderFamily(),
     "clip": EncoderFamily(size_field="projection_dim", dual=True, size=512),
+    "colpali": EncoderFamily(of_tokens=True),
     "camembert": EncoderFamily(counts_after_padding=True),
     "distilbert": EncoderFamily(size_field="dim"),
     "electra": EncoderFamily(),

@@ -29,10 +29,11 @@ _MODULES = frozenset({"Transformer", "Pooling", "Normalize"})
 
 
 def is_embedding_model(checkpoint: Checkpoint) -> bool:
-    """Whether a checkpoint was saved to embed (by sentence-transformers, or without a head), or to
-    score pairs of texts."""
+    """Whether a checkpoint was saved to embed (by sentence-transformers, without a head, or for
+    late interaction), or to score pairs of texts."""
     modules = (checkpoint.folder / MODULES_FILE).is_file()
-    return modules or checkpoint.has_no_head or _scores(checkpoint)
+    of_tokens = checkpoint.token_vector_size is not None
+    return modules or checkpoint.has_no_head or of_tokens or _scores(checkpoint)
 
 
 def _scores(checkpoint: Checkpoint) -> bool:
@@ -48,6 +49,8 @@ def read_pooler_config(checkpoint: Checkpoint, overrides: Mapping[str, object]) 
             size=1, pooling_type=PoolingType.CLS, normalize=False, bidirectional=True
         )
     config = checkpoint.config
+    if checkpoint.token_vector_size is not None:
+        return _of_tokens(checkpoint, checkpoint.token_vector_size, overrides)
     encoder = encoder_family(checkpoint)
     if encoder is None:
         _check_causal(checkpoint)
@@ -76,6 +79,19 @@ def read_pooler_config(checkpoint: Checkpoint, overrides: Mapping[str, object]) 
     )
 
 
+def _of_tokens(checkpoint: Checkpoint, size: int, overrides: Mapping[str, object]) -> PoolerConfig:
+    if overrides:
+        raise ConfigError(
+            f"pooler_config: {checkpoint.architecture} makes a vector for each token, and nothing "
+            "of that can be set: leave it out"
+        )
+    return PoolerConfig(
+        size=size,
+        pooling_type=PoolingType.ALL,
+        bidirectional=encoder_family(checkpoint) is not None,
+    )
+
+
 def _check_causal(checkpoint: Checkpoint) -> None:
     config = checkpoint.config
     if config.get("is_causal") is False or config.get("use_bidirectional_attention"):
@@ -95,13 +111,13 @@ def check_overrides(overrides: Mapping[str, object]) -> None:
 
 
 def _pooling_type(value: object) -> PoolingType:
-    try:
-        return PoolingType(str(value).upper())
-    except ValueError as error:
-        names = ", ".join(PoolingType)
+    kinds = {str(kind): kind for kind in PoolingType if kind is not PoolingType.ALL}
+    found = kinds.get(str(value).upper())
+    if found is None:
         raise ConfigError(
-            f"pooler_config: pooling_type must be one of {names}, not {value!r:.40}"
-        ) from error
+            f"pooler_config: pooling_type must be one of {', '.join(kinds)}, not {value!r:.40}"
+        )
+    return found
 
 
 def _flag(value: object) -> bool:

@@ -109,7 +109,11 @@ def group_by_length(lengths: Sequence[int]) -> list[list[int]]:
 
 def load(checkpoint: Checkpoint, options: LoadOptions) -> LoadedModel:
     """Loads an encoder. Raises ConfigError or CheckpointError with the reason."""
-    from transformers import AutoModel, AutoModelForSequenceClassification
+    from transformers import (
+        AutoModel,
+        AutoModelForPreTraining,
+        AutoModelForSequenceClassification,
+    )
 
     family = encoder_family(checkpoint)
     assert family is not None, "only encoders are loaded here"
@@ -118,6 +122,8 @@ def load(checkpoint: Checkpoint, options: LoadOptions) -> LoadedModel:
     length = _context(checkpoint, family, config, options.positions)
     scan(checkpoint.folder)  # safetensors only, with our messages
     kind: Any = AutoModelForSequenceClassification if checkpoint.scores_pairs else AutoModel
+    if family.of_tokens:
+        kind = AutoModelForPreTraining
     model, report = from_pretrained(kind, checkpoint, options, config)
     # Only classifiers use the pooling layer; checkpoints may lack its weights.
     check_missing(checkpoint, report, lambda name: name.startswith("pooler."))
@@ -125,6 +131,8 @@ def load(checkpoint: Checkpoint, options: LoadOptions) -> LoadedModel:
         model.pooler = None
     model = model.to(options.device).eval()
     pack(model, options)
+    if family.of_tokens:
+        return LoadedModel(_of_tokens(model), length)
     if family.dual:
         return LoadedModel(_dual(checkpoint, family, config, model), length)
     padding = config.pad_token_id or 0
@@ -133,6 +141,13 @@ def load(checkpoint: Checkpoint, options: LoadOptions) -> LoadedModel:
     separator = _separator(checkpoint) if getattr(config, "type_vocab_size", 1) > 1 else None
     scored = CrossEncoder(model, padding, separator, sigmoid=_sigmoid(checkpoint))
     return LoadedModel(scored, length)
+
+
+def _of_tokens(model: Any) -> TransformersEncoder:
+    from .late_encoder import LateEncoder
+
+    model.vlm.vision_tower = model.vlm.multi_modal_projector = None  # a VisionTower has its own
+    return LateEncoder(model)
 
 
 def _dual(
@@ -169,7 +184,7 @@ def _sigmoid(checkpoint: Checkpoint) -> bool:
 def _context(checkpoint: Checkpoint, family: EncoderFamily, config: Any, wanted: int | None) -> int:
     """The wanted context, else the length to which sentence-transformers cuts prompts, else the
     number of positions."""
-    text = config.get_text_config() if family.dual else config
+    text = config.get_text_config() if family.dual or family.of_tokens else config
     positions = getattr(text, "max_position_embeddings", None)
     if not isinstance(positions, int):
         raise refuse(checkpoint, "config.json has no max_position_embeddings")

@@ -57,7 +57,7 @@ def load(checkpoint: Checkpoint, options: LoadOptions) -> LoadedModel:
     family = read_family(checkpoint)
     length = family.context(options.positions)
     parts = Parts(options.attention, options.ops, options.dtype)
-    stored = scan(checkpoint.folder)
+    stored = scan(checkpoint.folder) if options.tensors is None else options.tensors
     family.look_at(stored)
     expected = ExpectedTensors(options.dtype, stored)
     shapes = family.build(expected, parts)
@@ -69,7 +69,7 @@ def load(checkpoint: Checkpoint, options: LoadOptions) -> LoadedModel:
         ignored.append(HEAD)
     with LoadProgress() as progress:
         where = (checkpoint.folder, options.dtype, options.device)
-        reader = WeightReader(*where, plain_layout, progress)
+        reader = WeightReader(*where, plain_layout, progress, tensors=stored)
         reader.check(expected.shapes, ignored)
         tensors = StoredTensors(reader, options.ops)
         weights = family.build(tensors, parts)

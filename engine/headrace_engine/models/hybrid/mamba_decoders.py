@@ -90,7 +90,7 @@ class Mamba(WithoutAttention):
         super().__init__(fields)
         rank = fields.get("time_step_rank", "auto")
         self.mamba = MambaShape(
-            width=self.width,
+            width=fields.integer("intermediate_size", self.width),
             state_size=fields.integer("state_size", 16),
             rank=-(-self.hidden // 16) if rank == "auto" else fields.integer("time_step_rank"),
             window=self.window,

@@ -47,6 +47,7 @@ class ExpectedTensors:
     def __init__(self, dtype: torch.dtype, stored: Collection[str] = ()) -> None:
         self.shapes: dict[str, Shape] = {}
         self._dtype, self._stored = dtype, stored
+        self._linear = PlainLinear(torch.empty(0), None)  # stands for every layer
 
     def tensor(self, name: str, *shape: int) -> torch.Tensor:
         self.shapes[name] = shape
@@ -62,14 +63,14 @@ class ExpectedTensors:
         self, matrices: Mapping[str, int], inputs: int, bias: bool = False, exact: bool = False
     ) -> Linear:
         for name, outputs in matrices.items():
-            self.tensor(f"{name}.weight", outputs, inputs)
+            self.shapes[f"{name}.weight"] = (outputs, inputs)
         for name, outputs in matrices.items() if bias else ():
-            self.tensor(f"{name}.bias", outputs)
-        return PlainLinear(torch.empty(0), None)
+            self.shapes[f"{name}.bias"] = (outputs,)
+        return self._linear
 
     def stacked(self, name: str, count: int, outputs: int, inputs: int) -> list[Linear]:
-        self.tensor(name, count, outputs, inputs)
-        return [PlainLinear(torch.empty(0), None) for _ in range(count)]
+        self.shapes[name] = (count, outputs, inputs)
+        return [self._linear] * count
 
     def experts(
         self, prefix: str, count: int, stacked: str, matrices: Mapping[str, int], inputs: int

@@ -54,5 +54,7 @@ class FP8:
         return Float8Weight(values, scales.repeat_interleave(down, dim=0)[: shape[0]], across)
 
     def _scale(self, module: str, files: TensorFiles) -> str | None:
-        names = (f"{module}.{name}" for name in SCALES)
-        return next((name for name in names if name in files.tensors), None)
+        for name in SCALES:
+            if (scale := f"{module}.{name}") in files.tensors:
+                return scale
+        return None

@@ -1,4 +1,4 @@
-"""Rotary embeddings: tables of cosines and sines, one row a position, made once at load.
+"""Rotary embeddings: tables of cosines and sines, one row a position.
 
 Frequencies follow transformers' `modeling_rope_utils` for each rope type, in float32.
 """
@@ -15,11 +15,17 @@ from ..base import VisionRows
 Frequencies = tuple[torch.Tensor, float]
 
 
+# Tables of more positions are made by need: those of 10 million positions would take 5 GB.
+WHOLE = 1 << 18
+# Rows that are then added at once.
+_ROWS = 1 << 16
+
+
 class RotaryTable:
     """cos and sin, float32 [positions, rotated / 2], times the type's attention factor.
 
     `rotated` is the number of rotated elements of a head: all of head_dim except for partial
-    embeddings.
+    embeddings. A table of more than WHOLE positions has only the rows that are used.
 
     `dynamic` (NTK) depends on a sequence's length beyond the checkpoint's context. There, each
     position uses the frequencies of the length that ends with it: transformers does the same for
@@ -34,21 +40,25 @@ class RotaryTable:
     def __init__(
         self, rope: RopeConfig, head_dim: int, context: int, positions: int, device: torch.device
     ) -> None:
-        dim = rope.rotated(head_dim)
-        inverse, scale = _frequencies(rope, dim, context, positions)
-        angles = torch.arange(positions).float()[:, None] * inverse
-        if rope.rope_type == "dynamic" and positions > context:
-            beyond = torch.arange(context, positions)
-            stretched = _dynamic(rope, dim, context, (beyond + 1).float()[:, None])
-            angles[context:] = beyond.float()[:, None] * stretched
-        self._cos = (angles.cos() * scale).to(device)
-        self._sin = (angles.sin() * scale).to(device)
+        self._rope, self._dim = rope, rope.rotated(head_dim)
+        self._context, self._positions = context, positions
+        self._inverse, self._scale = _frequencies(rope, self._dim, context, positions)
         self._axes = torch.tensor(rope.axes, dtype=torch.int64, device=device)
+        self.is_whole, self._made = positions <= WHOLE, 0
+        if self.is_whole:
+            cos, sin = self._rotations(torch.arange(positions)[:, None])
+            self._cos, self._sin = cos.to(device), sin.to(device)
+        else:
+            self._inverse = self._inverse.to(device)
+            # Memory is taken when rows are written; on other devices than CPUs none are.
+            rows = positions if device.type == "cpu" else 0
+            self._cos, self._sin = (torch.empty(rows, self._dim // 2) for _ in range(2))
 
     @classmethod
     def unrotated(cls, dim: int, positions: int, device: torch.device) -> Self:
         """A table that leaves `dim` elements of a head unchanged; it takes no memory."""
         table = cls.__new__(cls)
+        table.is_whole = True
         table._cos = torch.ones(1, dim // 2, device=device).expand(positions, -1)
         table._sin = torch.zeros(1, dim // 2, device=device).expand(positions, -1)
         table._axes = torch.empty(0, dtype=torch.int64)
@@ -56,24 +66,49 @@ class RotaryTable:
 
     @property
     def tables(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """(cos, sin) of all positions."""
+        """(cos, sin) of all positions, on CPUs. If the table is not whole, only the rows that were
+        reserved have values."""
         return self._cos, self._sin
 
-    def _mixed(self, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """(cos, sin), each [V, rotated / 2], of int64 positions [3, V]; M-RoPE only."""
-        chosen = positions.index_select(0, self._axes).T
-        return self._cos.gather(0, chosen), self._sin.gather(0, chosen)
+    def reserve(self, length: int) -> None:
+        """Makes the rows of `tables` below `length`, unless the table is whole."""
+        if self.is_whole or length <= self._made:
+            return
+        stop = min(-(-length // _ROWS) * _ROWS, self._positions)
+        added = torch.arange(self._made, stop)[:, None]
+        self._cos[self._made : stop], self._sin[self._made : stop] = self._rotations(added)
+        self._made = stop
 
     def lookup(
         self, positions: torch.Tensor, vision: VisionRows | None = None
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """(cos, sin), each [T, rotated / 2], of int64 positions [T]. With M-RoPE rows in images are
         rotated by their three positions."""
-        found = self._cos.index_select(0, positions), self._sin.index_select(0, positions)
+        if self.is_whole:
+            found = self._cos.index_select(0, positions), self._sin.index_select(0, positions)
+        else:
+            found = self._rotations(positions[:, None])
         if vision is not None and vision.positions is not None and len(self._axes):
             for values, part in zip(found, self._mixed(vision.positions), strict=True):
                 values.index_copy_(0, vision.rows, part)
         return found
+
+    def _mixed(self, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """(cos, sin), each [V, rotated / 2], of int64 positions [3, V]; M-RoPE only."""
+        chosen = positions.index_select(0, self._axes).T
+        if not self.is_whole:
+            return self._rotations(chosen)
+        return self._cos.gather(0, chosen), self._sin.gather(0, chosen)
+
+    def _rotations(self, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """(cos, sin), each [n, rotated / 2], of int64 positions [n, 1], or of one for each
+        frequency."""
+        places = positions.float()
+        angles = places * self._inverse
+        if self._rope.rope_type == "dynamic" and self._positions > self._context:
+            stretched = places * _dynamic(self._rope, self._dim, self._context, places + 1)
+            angles = torch.where(positions < self._context, angles, stretched)
+        return angles.cos() * self._scale, angles.sin() * self._scale
 
 
 def _frequencies(rope: RopeConfig, dim: int, context: int, positions: int) -> Frequencies:
@@ -95,7 +130,8 @@ def _linear(rope: RopeConfig, dim: int) -> Frequencies:
 def _dynamic(rope: RopeConfig, dim: int, context: int, length: torch.Tensor) -> torch.Tensor:
     factor = rope.parameters["factor"]
     base = rope.theta * ((factor * length / context) - (factor - 1)) ** (dim / (dim - 2))
-    inverse: torch.Tensor = 1.0 / (base ** (torch.arange(0, dim, 2, dtype=torch.float32) / dim))
+    powers = torch.arange(0, dim, 2, dtype=torch.float32, device=length.device) / dim
+    inverse: torch.Tensor = 1.0 / (base**powers)
     return inverse
 
 

@@ -31,6 +31,15 @@ from .probe import Probe, eager_logits, probe_ids
 
 logger = logging.getLogger(__name__)
 
+# For models that are asked for by name and refused: the closest ones that are served.
+CLOSEST = {
+    "BloomForCausalLM": "GPT-NeoX (GPTNeoXForCausalLM)",
+    "DeepseekV4ForCausalLM": "DeepSeek V3.2 (DeepseekV32ForCausalLM)",
+    "FalconForCausalLM": "Falcon 3 (LlamaForCausalLM)",
+    "GPTJForCausalLM": "GPT-NeoX (GPTNeoXForCausalLM)",
+    "MptForCausalLM": "GPT-NeoX (GPTNeoXForCausalLM)",
+    "StableLmForCausalLM": "Phi 2 (PhiForCausalLM)",
+}
 LAYER_KINDS = {"full_attention", "sliding_attention"}
 # The decoder's part of the names in a multimodal checkpoint.
 _PARTS = {r"^model\.language_model\.": "model."}
@@ -219,7 +228,6 @@ def _read_model(checkpoint: Checkpoint, options: LoadOptions, config: Any, name:
 
     from ..weights.weights import scan
 
-    scan(checkpoint.folder)  # safetensors only, with our messages
     kinds: Any = AutoModelForCausalLM._model_mapping
     if type(config) not in kinds:
         raise refuse(
@@ -228,6 +236,7 @@ def _read_model(checkpoint: Checkpoint, options: LoadOptions, config: Any, name:
     kind = kinds[type(config)]
     if not (kind._supports_attention_backend and kind._can_set_attn_implementation()):
         raise refuse(checkpoint, "its code in transformers does not use the attention interface")
+    scan(checkpoint.folder)  # safetensors only, with our messages
     model, report = from_pretrained(kind, checkpoint, options, config, name)
     unneeded = _head_keys(model) if options.hidden_states else set()
     check_missing(checkpoint, report, unneeded.__contains__)
@@ -349,9 +358,10 @@ def _check_probe(checkpoint: Checkpoint, config: Any, probe: Probe) -> None:
 
 
 def refuse(checkpoint: Checkpoint, reason: str) -> ConfigError:
-    """The error that gives the reason."""
+    """The error that gives the reason, and the closest model that is served, if there is one."""
     name = checkpoint.architecture
-    return ConfigError(f"{checkpoint.folder}: {name} cannot be served: {reason}")
+    instead = f"; the closest model that is served is {CLOSEST[name]}" if name in CLOSEST else ""
+    return ConfigError(f"{checkpoint.folder}: {name} cannot be served: {reason}{instead}")
 
 
 def _rows(heads: torch.Tensor) -> torch.Tensor:

@@ -77,6 +77,7 @@ def load_tower(
     """Loads the tower. Raises CheckpointError for tensors that are missing or of another shape,
     ConfigError for a tower that does not fit the decoder."""
     config = auto_config(checkpoint)
+    config = getattr(config, "vlm_config", config)
     decoder = config.get_text_config()
     levels = 1 + len(getattr(config.vision_config, "deepstack_visual_indexes", None) or ())
     if levels > decoder.num_hidden_layers:
@@ -139,5 +140,5 @@ def _names(name: str) -> Iterator[str]:
     tensor."""
     older = name.replace("vision_tower.", "vision_tower.vision_model.")
     for each in (name, older):
-        yield f"model.{each}"
-        yield each
+        for part in ("model.", "", "vlm.", "vlm.model."):
+            yield part + each

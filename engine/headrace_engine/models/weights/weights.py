@@ -6,6 +6,7 @@ for layers that compute with them.
 """
 
 from collections.abc import Callable, Collection, Container, Iterable, Mapping
+from functools import cache
 from pathlib import Path
 
 import torch
@@ -60,7 +61,8 @@ class WeightReader:
     On the meta device, only headers are read.
 
     `locate` gives the stored name and rows of a tensor; `quantized` is the format of quantised
-    matrices; `cuts` gives this rank's part of a tensor.
+    matrices; `cuts` gives this rank's part of a tensor; `tensors` are the stored tensors, if they
+    are known.
     """
 
     def __init__(
@@ -72,11 +74,13 @@ class WeightReader:
         progress: LoadProgress | None = None,
         quantized: QuantizedFormat | None = None,
         cuts: WeightCuts | None = None,
+        tensors: Mapping[str, TensorInfo] | None = None,
     ) -> None:
-        self.dtype, self.device, self._locate = dtype, device, locate
+        self.dtype, self.device = dtype, device
+        self._locate: Callable[[str], Piece] = cache(locate)
         self._format, self._cuts = quantized, cuts
         kind = TensorHeaders if device.type == "meta" else TensorFiles
-        self._files = kind(folder, progress)
+        self._files = kind(folder, progress, tensors)
         self._shapes: dict[str, Shape] = {}  # of stored tensors
         self._expected: Mapping[str, Shape] = {}
         # The last unpacked matrix, for its further parts: they are requested one after the other.
@@ -186,6 +190,9 @@ class WeightReader:
 
     def stack(self, names: Iterable[str]) -> torch.Tensor:
         """The named tensors concatenated in dimension 0, in new memory."""
+        if self._needs_shapes_alone:
+            shapes = [self.shape(name) for name in names]
+            return self._made((sum(shape[0] for shape in shapes), *shapes[0][1:]), self.dtype)
         parts = [self._part(name) for name in names]
         rows = sum(part.shape[0] for part in parts)
         out = torch.empty((rows, *parts[0].shape[1:]), dtype=self.dtype, device=self.device)
@@ -230,6 +237,8 @@ class WeightReader:
 
     def _stored(self, names: Iterable[str], kind: type[Stored]) -> list[Stored] | None:
         """This rank's parts of the named matrices as stored; None if one is of another kind."""
+        if self._needs_shapes_alone:
+            return None
         parts: list[Stored] = []
         for name in names:
             piece = self._locate(name)
@@ -248,6 +257,8 @@ class WeightReader:
     def _part(self, name: str, dtype: torch.dtype | None = None) -> torch.Tensor:
         """This rank's part; reads only its own pages of unquantised tensors. `dtype` is the one
         that it will have, if that is not the reader's."""
+        if self._needs_shapes_alone:
+            return self._made(self.shape(name), dtype or self.dtype)
         whole = self._load(name, dtype or self.dtype)
         return whole if self._cuts is None else self._cuts.tensor(name, whole)
 
@@ -260,6 +271,16 @@ class WeightReader:
             return torch.empty(weight.shape, device=self.device)
         # Of a GGUF file's matrices, only a part is in memory as float32.
         return weight.dequantize(dtype) if isinstance(weight, GGUFWeight) else weight.dequantize()
+
+    @property
+    def _needs_shapes_alone(self) -> bool:
+        """Whether tensors are made without what is stored: on the meta device only cuts, which must
+        lie between groups of quantised matrices, depend on more than the shapes that `check` has
+        compared."""
+        return self.device.type == "meta" and self._cuts is None
+
+    def _made(self, shape: Shape, dtype: torch.dtype) -> torch.Tensor:
+        return torch.empty(shape, dtype=dtype, device=self.device)
 
     def _unpack(self, piece: Piece) -> StoredWeight:
         """The rows of a piece, from its unpacked matrix."""

@@ -25,7 +25,7 @@ from headrace_common.protocol.failures import ended_state
 from headrace_common.protocol.ledger import AttemptUsage, UsageOutcome
 from headrace_common.protocol.registry import RegisteredModel
 from headrace_common.protocol.requests import fingerprint, priority_class, token_cost
-from headrace_common.protocol.variants import EngineSide
+from headrace_common.protocol.variants import EngineSide, is_comparison
 from headrace_common.wire import keys
 from headrace_common.wire.messages import (
     GenerateRequest,
@@ -193,6 +193,7 @@ class MemoryBackend:
             attempt=seen or 0,
             keep=request.keep_ms / 1000,
             key=request.key,
+            entered=not is_comparison(request),
             adapter=request.lora or "",
             required=required_adapter(request),
             variant=request.variant,
@@ -544,7 +545,7 @@ class MemoryBackend:
             shard.images.clear()
             shard.image_tenants.clear()
             shard.image_requests.clear()
-            shard.canary_percent = None
+            shard.canary_plan = None
             shard.side_beats.clear()
             shard.clear()
         for log in (*self.frames.values(), *self.controls.values()):

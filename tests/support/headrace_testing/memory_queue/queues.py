@@ -12,6 +12,7 @@ from headrace_common.protocol.base import (
     AdmitResult,
     AdmitState,
     Beat,
+    CanaryPlan,
     EngineStatus,
     Lease,
     Outcome,
@@ -225,8 +226,8 @@ class MemoryGatewayQueue:
     async def engines(self, model: str) -> Sequence[EngineStatus]:
         return _engines(self._backend, model)
 
-    async def canary_percent(self, model: str) -> float:
-        return self._backend.shard(model).canary_percent or 0.0
+    async def canary_plan(self, model: str) -> CanaryPlan:
+        return self._backend.shard(model).canary_plan or CanaryPlan()
 
     async def drain_rate(self, model: str) -> float:
         now = self._backend.clock()
@@ -371,7 +372,7 @@ class MemoryEngineQueue:
         other = STABLE if side.variant == CANARY else CANARY
         if takes_work and (side.canary_wanted or side.variant == CANARY):
             beats[side.variant] = now
-        side.canary_wanted = shard.canary_percent is not None
+        side.canary_wanted = shard.canary_plan is not None
         if other in beats:
             side.alone = now - beats[other] > self._lease
         else:

@@ -6,7 +6,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 
-from headrace_common.protocol.base import EngineStatus, TakeBounds
+from headrace_common.protocol.base import CanaryPlan, EngineStatus, TakeBounds
 from headrace_common.protocol.ledger import UsageEntry
 from headrace_common.protocol.variants import STABLE, EngineSide
 
@@ -31,7 +31,7 @@ class Shard:
         self.dead_letters: list[tuple[str, str, int]] = []
         self.ledger: list[UsageEntry] = []
         self.due = {2: 0, 3: 0}
-        self.canary_percent: float | None = None
+        self.canary_plan: CanaryPlan | None = None
         self.side_beats: dict[str, float] = {}  # when each side's engines last wrote one
         self.rate = 0.0
         self.rated: float | None = None

@@ -11,9 +11,12 @@ from typing import Any
 from typer.main import get_command
 
 from headrace_cli.main import app
+from headrace_operator.simulation.__main__ import app as simulation
 
 PAGE = Path(__file__).resolve().parents[4] / "docs" / "cli.md"
 EXAMPLE = "Example: "
+# `headrace simulate` passes its options on to another program.
+PASSED_ON = {"headrace simulate": get_command(simulation)}
 INTRODUCTION = """\
 # Commands
 
@@ -50,7 +53,8 @@ def _section(name: str, command: Any) -> str:
     context = command.make_context(name, [], resilient_parsing=True)
     usage = " ".join([name, *command.collect_usage_pieces(context)])
     lines = [f"## {name}", "", command.help, "", f"    {usage}", f"    {example(command)}", ""]
-    rows = [row for parameter in command.params if (row := _row(parameter, context))]
+    params = PASSED_ON.get(name, command).params
+    rows = [row for parameter in params if (row := _row(parameter, context))]
     if rows:
         lines += ["| argument or option | effect |", "| --- | --- |", *rows, ""]
     return "\n".join(lines)

@@ -53,7 +53,7 @@ seconds = output.metrics.first_token_time - output.metrics.arrival_time
   special tokens out unless `skip_special_tokens=False`. Use transformers' `AutoTokenizer` for
   all else.
 - `generate(tenant=...)`: tenants share no cached prompts, and the policy may treat them fairly.
-  A prompt's `cache_salt` parts the cache further.
+  A prompt's `cache_salt` separates the cache further.
 - **Images**, where [the model reads them](models.md#images): `{"prompt": ..., "multi_modal_data":
   {"image": image}}`, or a list of images. The prompt has the model's placeholder once for each.
   `chat` reads parts `image_url` (a `data:` URL) and `image_pil`. Nothing is fetched.
