@@ -16,6 +16,7 @@ from pathlib import Path
 import pytest
 
 from headrace_common.config.process import EXIT_CONFIG, EXIT_FAILED
+from headrace_testing.forked import Forge
 from headrace_testing.greedy import GreedyCase, clear_cases
 from headrace_testing.needs import missing
 from headrace_testing.pids import alive
@@ -65,6 +66,12 @@ class Nodes:
     def ends(self) -> tuple[int, int]:
         """The exit status of both nodes."""
         return self.engine.wait(), self.other.wait()
+
+
+@pytest.fixture(scope="module")
+def start(start: Starter) -> Starter:
+    """Starts engines that fork their ranks, too."""
+    return Forge("headrace_testing.forked_ranks").start
 
 
 @pytest.fixture(scope="module")
