@@ -65,6 +65,7 @@ def load(checkpoint: Checkpoint, options: LoadOptions) -> LoadedModel:
         options.positions, config.max_position_embeddings, rope.rope_type, rope.parameters
     )
     dummy = options.load_format == "dummy"
+    stored = find_format(checkpoint, options.quantization, options.device)
     tensors = _stored_tensors(checkpoint, options)
     layout = TensorLayout(config, tensors)
     if options.draft_head is not None:
@@ -73,7 +74,6 @@ def load(checkpoint: Checkpoint, options: LoadOptions) -> LoadedModel:
         config = _with_stored_head(config, tensors, layout)
     if options.cache_dtype is not None and not dummy:
         config = _with_kv_scales(config, checkpoint, layout)
-    stored = find_format(checkpoint, options.quantization, options.device)
     if isinstance(stored, GGUF):
         stored = _gguf(stored, options)
     if options.deterministic:
