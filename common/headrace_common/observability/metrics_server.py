@@ -14,11 +14,12 @@ import threading
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from http import HTTPStatus
-from typing import Literal
+from typing import Any, Literal, cast
 from urllib.parse import parse_qsl
 
 from prometheus_client import CollectorRegistry
 from prometheus_client.exposition import choose_encoder
+from prometheus_client.openmetrics.exposition import ALLOWUTF8
 
 from ..errors import SettingsError
 from .http_port import BACKLOG, DeferredResponse, HttpPort, HttpRequest, HttpResponse, ThreadLimit
@@ -137,7 +138,8 @@ class MetricsServer:
 
         Scrapes that come while another one reads share the next reading.
         """
-        encode, content_type = choose_encoder(accept)
+        # Our names need no escaping, which in OpenMetrics would replace the colons of vLLM's.
+        encode, content_type = cast(tuple[Any, str], choose_encoder(accept))
         with self._scrape:  # the OpenTelemetry reader mixes up readings taken at the same time
             last = self._last_scrape
             if self._scrapes_begun > begun and last is not None and last[0] == content_type:
@@ -145,7 +147,7 @@ class MetricsServer:
             else:
                 self._scrapes_begun += 1
                 self._last_scrape = None
-                body = encode(self._registry)
+                body = encode(self._registry, escaping=ALLOWUTF8)
                 self._last_scrape = (content_type, body)
         return HttpResponse(HTTPStatus.OK, body, {"Content-Type": content_type})
 

@@ -4,6 +4,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
+import httpx
 import pytest
 
 from headrace_common.errors import FailureCode
@@ -230,6 +231,15 @@ def test_a_request_that_compares_a_canary_is_not_part_of_its_sides_figures(
     families = scrape(telemetry.server.url)
     assert value(families, "headrace_engine_requests_ended_total", variant="stable") == 1
     assert value(families, "headrace_engine_time_to_first_token_seconds_count") == 1
+
+
+def test_prometheus_finds_vllms_names_with_their_colons(telemetry: Telemetry) -> None:
+    metrics_of(telemetry)
+    assert telemetry.server is not None
+    accept = {"Accept": "application/openmetrics-text;version=1.0.0,text/plain;version=0.0.4"}
+    text = httpx.get(f"{telemetry.server.url}/metrics", headers=accept).text
+    assert text.endswith("# EOF\n")
+    assert "\nvllm:num_requests_running{" in text
 
 
 def test_routers_find_vllms_names(telemetry: Telemetry) -> None:
