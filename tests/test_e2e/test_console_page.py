@@ -13,7 +13,7 @@ from axe_playwright_python.sync_playwright import Axe
 from playwright.sync_api import Browser, BrowserContext, Page, Request, Route, expect
 
 from headrace_testing.api_keys import KeyBook
-from headrace_testing.browser import TIMEOUT_MS, WatchedPage, chromium
+from headrace_testing.browser import TIMEOUT_MS, WatchedPage, chromium, kept_context
 from headrace_testing.console import (
     STORY,
     Console,
@@ -60,14 +60,8 @@ def tokens(up: UpProcess) -> list[str]:
 
 @pytest.fixture(scope="module")
 def context(browser: Browser, up: UpProcess) -> Iterator[BrowserContext]:
-    """Keeps a page of the server open, so that the tests' pages are drawn by one process.
-
-    Without a GPU, drawing every frame would take a core.
-    """
-    context = browser.new_context(reduced_motion="reduce")
-    context.new_page().goto(f"{up.url}/console/icon.svg")
-    yield context
-    context.close()
+    with kept_context(browser, up.url) as context:
+        yield context
 
 
 @pytest.fixture

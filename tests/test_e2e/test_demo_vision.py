@@ -19,7 +19,7 @@ from playwright.sync_api import Browser, BrowserContext, Page, Request, expect
 
 from drawings import Group, Picture, draw_number, draw_shapes
 from headrace_common.text.checkpoint import DEMO_VISION
-from headrace_testing.browser import WatchedPage, chromium
+from headrace_testing.browser import WatchedPage, chromium, kept_context
 from headrace_testing.console import Console
 from headrace_testing.headrace_up import UpProcess
 from headrace_testing.readme import ROOT, block
@@ -54,11 +54,8 @@ def browser() -> Iterator[Browser]:
 
 @pytest.fixture(scope="module")
 def context(browser: Browser, up: UpProcess) -> Iterator[BrowserContext]:
-    """Keeps a page of the server open, so that the tests' pages are drawn by one process."""
-    context = browser.new_context(reduced_motion="reduce")
-    context.new_page().goto(f"{up.url}/console/icon.svg")
-    yield context
-    context.close()
+    with kept_context(browser, up.url) as context:
+        yield context
 
 
 @pytest.fixture

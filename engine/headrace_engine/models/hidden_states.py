@@ -58,6 +58,7 @@ class HiddenStates:
 
 def read_projection(
     checkpoint: Checkpoint,
+    tensors: Mapping[str, TensorInfo],
     hidden: int,
     dtype: torch.dtype,
     device: torch.device,
@@ -68,7 +69,7 @@ def read_projection(
     size = checkpoint.token_vector_size
     if size is None or (shard is not None and shard.rank > 0):
         return None
-    files = TensorFiles(checkpoint.folder)
+    files = TensorFiles(checkpoint.folder, tensors=tensors)
     found = []
     for name, shape in ((f"{_LAYER}.weight", (size, hidden)), (f"{_LAYER}.bias", (size,))):
         info = files.tensors.get(name)

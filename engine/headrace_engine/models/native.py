@@ -10,7 +10,8 @@ from ..attention.cpu import CpuBackend
 from ..checkpoints.checkpoint import Checkpoint
 from ..checkpoints.config import ModelConfig
 from ..checkpoints.loading import LoadProgress
-from ..checkpoints.tensor_files import TensorInfo, scan
+from ..checkpoints.tensor_files import scan
+from ..checkpoints.tensor_info import TensorInfo
 from ..core.errors import ConfigError
 from ..kernels.cpu.blocks import KINDS
 from ..operators.base import DependentOps
@@ -103,7 +104,7 @@ def load(checkpoint: Checkpoint, options: LoadOptions) -> LoadedModel:
         states = HiddenStateReader(*source, config)
         bare = _make(without_head(config), states, options, length, eight)
         projection = read_projection(
-            checkpoint, config.hidden_size, options.dtype, options.device, shard
+            checkpoint, tensors, config.hidden_size, options.dtype, options.device, shard
         )
         found = HiddenStates(bare, config.vocab_size, projection)
         return LoadedModel(found, length, config.windows, config.chunked)

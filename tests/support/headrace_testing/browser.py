@@ -38,6 +38,18 @@ def chromium() -> Iterator[Browser]:
             browser.close()
 
 
+@contextmanager
+def kept_context(browser: Browser, url: str) -> Iterator[BrowserContext]:
+    """Keeps a page of the server open, so that the tests' pages are drawn by one process.
+
+    Animations are reduced: without a GPU, drawing every frame would take a core.
+    """
+    context = browser.new_context(reduced_motion="reduce")
+    context.new_page().goto(f"{url}/console/icon.svg")
+    yield context
+    context.close()
+
+
 class WatchedPage:
     """A page with all messages of its console."""
 

@@ -264,6 +264,17 @@ _GEMMA4_IMAGES: dict[str, Any] = {
 
 
 # One to three tiles of 16 x 16 pixels in each direction.
+# A vision tower of 16 tokens.
+SIGLIP_TOWER: dict[str, Any] = {
+    "model_type": "siglip_vision_model",
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "image_size": 16,
+    "patch_size": 4,
+    "vision_use_head": False,
+}
 _CANVASES = [[high, wide] for high in (16, 32, 48) for wide in (16, 32, 48)]
 
 
@@ -635,16 +646,7 @@ SHAPES: dict[str, Shape] = {
         "LlavaOnevisionConfig",
         {
             "text_config": {**_GROUPED, "model_type": "qwen2"},
-            "vision_config": {
-                "model_type": "siglip_vision_model",
-                "hidden_size": 32,
-                "intermediate_size": 48,
-                "num_hidden_layers": 2,
-                "num_attention_heads": 2,
-                "image_size": 16,
-                "patch_size": 4,
-                "vision_use_head": False,
-            },
+            "vision_config": SIGLIP_TOWER,
             "image_token_index": VOCAB - 1,
             "video_token_index": VOCAB - 2,
             "image_grid_pinpoints": _CANVASES,

@@ -8,8 +8,11 @@ import torch
 import transformers
 
 from headrace_engine import LLM, SamplingParams
+from headrace_engine.engine.engine import Engine
+from headrace_engine.model_runner.model_runner import ModelRunner
 
-from .checkpoints import MARGIN, VOCAB
+from .checkpoints import MARGIN, VOCAB, GreedyPath
+from .engines import engine_config, greedy, request, run
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,3 +57,16 @@ def _clear(model: Any, case: GreedyCase) -> bool:
     best = logits.topk(2)
     agrees: bool = best.indices[:, 0].tolist() == list(case.output)
     return agrees and bool((best.values[:, 0] - best.values[:, 1]).min() > MARGIN)
+
+
+def serve(runner: ModelRunner, paths: list[GreedyPath], **options: Any) -> Engine:
+    """Runs all prompts at once; checks every token, and that no block stays in use."""
+    engine = Engine(engine_config(Path("unused"), **options), runner)
+    requests = [
+        request(str(at), path.prompt, greedy(len(path.output))) for at, path in enumerate(paths)
+    ]
+    outputs = run(engine, requests)
+    for at, path in enumerate(paths):
+        assert tuple(outputs[str(at), 0].token_ids) == path.output, f"prompt {at}"
+    assert engine.stats().blocks_used == 0
+    return engine

@@ -11,7 +11,7 @@ import transformers
 from PIL import Image
 from tokenizers import AddedToken, Tokenizer
 
-from .checkpoints import SHAPES, make_tokenizer, randomise
+from .checkpoints import SHAPES, SIGLIP_TOWER, make_tokenizer, randomise
 
 NAMES = ("colqwen2", "colpali")
 SIZE = 24
@@ -57,20 +57,10 @@ def _inner(name: str, tokenizer: Tokenizer) -> dict[str, Any]:
         options = SHAPES["qwen2-vl"].options
         return {"model_type": "qwen2_vl", **options, "image_token_id": image}
     text = {**SHAPES["gemma"].options, "model_type": "gemma"}
-    vision = {
-        "model_type": "siglip_vision_model",
-        "hidden_size": 32,
-        "intermediate_size": 48,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 2,
-        "image_size": 16,
-        "patch_size": 4,
-        "vision_use_head": False,
-    }
     return {
         "model_type": "paligemma",
         "text_config": text,
-        "vision_config": vision,
+        "vision_config": SIGLIP_TOWER,
         "image_token_index": image,
         "projection_dim": text["hidden_size"],
         "hidden_size": text["hidden_size"],

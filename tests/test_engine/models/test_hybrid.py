@@ -33,6 +33,7 @@ from headrace_engine.operators.base import TorchOps
 from headrace_testing.checkpoints import HYBRID, GreedyPath, Reference, save_checkpoint
 from headrace_testing.draft_heads import change_config
 from headrace_testing.engines import engine_config, greedy, make_runner, request, run
+from headrace_testing.greedy import serve
 from headrace_testing.quantized import awq
 
 LENGTH = 8
@@ -55,17 +56,6 @@ def paths(name: str, reference: ReferenceMaker) -> list[GreedyPath]:
 @pytest.fixture(scope="module")
 def runner(name: str, checkpoint: CheckpointMaker) -> ModelRunner:
     return make_runner(checkpoint(name), attention_backend="cpu", threads=1)
-
-
-def serve(runner: ModelRunner, paths: list[GreedyPath], **options: Any) -> Engine:
-    """Runs all prompts at once; checks every token, and that no block stays in use."""
-    engine = Engine(engine_config(Path("unused"), **options), runner)
-    requests = [request(str(at), path.prompt, greedy(LENGTH)) for at, path in enumerate(paths)]
-    outputs = run(engine, requests)
-    for at, path in enumerate(paths):
-        assert tuple(outputs[str(at), 0].token_ids) == path.output, f"prompt {at}"
-    assert engine.stats().blocks_used == 0
-    return engine
 
 
 def test_tenants_share_no_state(runner: ModelRunner, paths: list[GreedyPath]) -> None:

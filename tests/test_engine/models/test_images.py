@@ -187,7 +187,7 @@ def test_texts_are_read_without_the_tower(
 def test_another_engine_continues_after_the_tokens_of_the_first(
     name: str, checkpoint: CheckpointMaker, prompts: PromptsMaker
 ) -> None:
-    """As after an engine's death: the second has the images, and nothing that was computed."""
+    """The second engine has the images and the first tokens, but no KV, as after a kill."""
     options = {"attention_backend": cpu_backends()[-1], **ROOM.get(name, {})}
     asked = scenes(name)[-2:]
     requests = [prompts(name).request(str(at), prompt, LENGTH) for at, prompt in enumerate(asked)]

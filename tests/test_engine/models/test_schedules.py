@@ -7,7 +7,6 @@ Left out: devices other than the CPU.
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -23,6 +22,7 @@ from headrace_testing.engines import (
     request,
     run,
 )
+from headrace_testing.greedy import serve
 
 LENGTH = 8
 NGRAM = SpeculativeConfig(
@@ -47,17 +47,6 @@ def paths(name: str, reference: ReferenceMaker) -> list[GreedyPath]:
 @pytest.fixture(scope="module")
 def runner(name: str, checkpoint: CheckpointMaker) -> ModelRunner:
     return make_runner(checkpoint(name), attention_backend=BACKEND, threads=1)
-
-
-def serve(runner: ModelRunner, paths: list[GreedyPath], **options: Any) -> Engine:
-    """Runs all prompts at once; checks every token, and that no block stays in use."""
-    engine = Engine(engine_config(Path("unused"), **options), runner)
-    requests = [request(str(at), path.prompt, greedy(LENGTH)) for at, path in enumerate(paths)]
-    outputs = run(engine, requests)
-    for at, path in enumerate(paths):
-        assert tuple(outputs[str(at), 0].token_ids) == path.output, f"prompt {at}"
-    assert engine.stats().blocks_used == 0
-    return engine
 
 
 @pytest.mark.proves("tokens")

@@ -93,7 +93,7 @@ class Scene:
         await eventually(listed)
 
     async def answer(self, request: GenerateRequest | None = None) -> None:
-        """Has a request answered, and waits until what follows from it is over."""
+        """Answers a request, and waits until its comparison has ended."""
         generation = await self.client.submit(request or greedy())
         async with asyncio.timeout(30):
             async for _ in generation:

@@ -18,7 +18,7 @@ CANARY = {"image": "engine:2", "autoPromotionSeconds": SECONDS}
 
 
 class Fleet:
-    """One stable engine and one canary, which have ended so many requests each."""
+    """One stable engine and one canary, with the same number of ended requests."""
 
     def __init__(self) -> None:
         self.ended, self.failed_by_canary = 0, 0
