@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from headrace_cluster.kubectl import CommandFailed
-from headrace_cluster.release import INSTALLED, Release, Service, installation
+from headrace_cluster.release import INSTALLED, Release, Service, installation, remove_left_releases
 from headrace_cluster.specs import MODEL, demo_service
 from headrace_common.text.checkpoint import resolve
 from headrace_testing.greedy import GreedyCase, clear_cases
@@ -18,6 +18,11 @@ OUTPUT_TOKENS = 64
 LONG_OUTPUT_TOKENS = 256
 VOCABULARY = 2048  # of the demo model
 ALONE = ("test_install.py", "test_readme.py", "test_sentinel.py")
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _one_release() -> None:
+    remove_left_releases()
 
 
 @pytest.fixture(scope="session")

@@ -10,11 +10,13 @@ from .layout import PromptTokens
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FamilyFiles:
     """`config` is config.json, `processor` processor_config.json, or empty, and `image_processor`
-    the part of it or of preprocessor_config.json about images. `tokens` are the tokenizer's."""
+    the part of it or of preprocessor_config.json about images. `video_processor` is that about
+    videos, or empty. `tokens` are the tokenizer's."""
 
     config: Mapping[str, Any]
     processor: Mapping[str, Any]
     image_processor: Mapping[str, Any]
+    video_processor: Mapping[str, Any]
     tokens: PromptTokens
 
     def image_token(self, name: str | None = None) -> int | None:

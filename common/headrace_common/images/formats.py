@@ -4,7 +4,13 @@ from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
-from ..text.checkpoint import PREPROCESSOR_FILE, PROCESSOR_FILE, CheckpointFiles, base_config
+from ..text.checkpoint import (
+    PREPROCESSOR_FILE,
+    PROCESSOR_FILE,
+    VIDEO_PREPROCESSOR_FILE,
+    CheckpointFiles,
+    base_config,
+)
 from ..text.errors import TokenizerError
 from ..text.tokenizer import Tokenizer
 from .dual import DualImages
@@ -22,6 +28,8 @@ from .qwen_vl import QwenVLImages
 
 # Makes a family's format from a checkpoint's files; None if they do not say enough.
 FamilyReader = Callable[[FamilyFiles], ImageFormat | None]
+# What says how a checkpoint reads images and videos.
+FORMAT_FILES = ("config.json", PROCESSOR_FILE, PREPROCESSOR_FILE, VIDEO_PREPROCESSOR_FILE)
 # By the model_type of config.json.
 FAMILIES: dict[str, FamilyReader] = {
     "clip": DualImages.from_files,
@@ -40,24 +48,25 @@ FAMILIES: dict[str, FamilyReader] = {
     "mistral3": PixtralImages.from_files,
     "qwen2_vl": QwenVLImages.from_files,
     "qwen2_5_vl": QwenVLImages.from_files,
-    "qwen3_vl": QwenVLImages.from_files,
-    "qwen3_vl_moe": QwenVLImages.from_files,
-    "qwen3_5": QwenVLImages.from_files,
-    "qwen3_5_moe": QwenVLImages.from_files,
+    "qwen3_vl": QwenVLImages.of_qwen3,
+    "qwen3_vl_moe": QwenVLImages.of_qwen3,
+    "qwen3_5": QwenVLImages.of_qwen3,
+    "qwen3_5_moe": QwenVLImages.of_qwen3,
 }
 
 
 def read_image_format(files: CheckpointFiles, tokenizer: Tokenizer) -> ImageFormat | None:
     """How a checkpoint reads images; see `image_format`. Raises TokenizerError, also for a token
     that its images need and the tokenizer does not have."""
+    encode = partial(tokenizer.encode, add_special_tokens=False)
+    config, processor, preprocessor, video_preprocessor = map(files.json, FORMAT_FILES)
     try:
         form = image_format(
-            files.json("config.json"),
-            files.json(PROCESSOR_FILE),
-            files.json(PREPROCESSOR_FILE),
-            PromptTokens(
-                tokenizer.token_to_id, partial(tokenizer.encode, add_special_tokens=False)
-            ),
+            config,
+            processor,
+            preprocessor,
+            video_preprocessor,
+            PromptTokens(tokenizer.token_to_id, encode),
         )
         if form is not None:
             form.token_ids(form.grid(224, 224))
@@ -72,16 +81,15 @@ def image_format(
     config: Mapping[str, Any],
     processor: Mapping[str, Any],
     preprocessor: Mapping[str, Any],
+    video_preprocessor: Mapping[str, Any],
     tokens: PromptTokens,
 ) -> ImageFormat | None:
     """How a model reads images; None if it reads none, or in a way that is not known here.
 
-    `config`, `processor` and `preprocessor` are its config.json, processor_config.json and
-    preprocessor_config.json, empty without the file. `tokens` are the tokenizer's.
+    The first four are the FORMAT_FILES, empty without the file. `tokens` are the tokenizer's.
     """
     family = FAMILIES.get(str(config.get("model_type")))
-    nested = processor.get("image_processor")
-    image_processor = nested if isinstance(nested, Mapping) else preprocessor
+    image_processor = _part(processor, "image_processor", preprocessor)
     if family is None or not image_processor:
         return None
     return family(
@@ -89,6 +97,13 @@ def image_format(
             config=base_config(config),
             processor=processor,
             image_processor=image_processor,
+            video_processor=_part(processor, "video_processor", video_preprocessor),
             tokens=tokens,
         )
     )
+
+
+def _part(processor: Mapping[str, Any], name: str, older: Mapping[str, Any]) -> Mapping[str, Any]:
+    """A part of processor_config.json, or else the file that it was in before."""
+    nested = processor.get(name)
+    return nested if isinstance(nested, Mapping) else older

@@ -1,9 +1,11 @@
 """Images of GLM-4.1V and GLM-4.6V: those of Qwen-VL with other bounds; small ones are enlarged."""
 
 from dataclasses import dataclass
+from typing import Any
 
 from .family import FamilyFiles
 from .qwen_vl import QwenVLImages
+from .video import glm_video
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -28,7 +30,9 @@ class Glm4vImages(QwenVLImages):
             "min_pixels": size.get("shortest_edge"),
             "max_pixels": size.get("longest_edge"),
         }
-        return cls(placeholder=placeholder, **{k: int(v) for k, v in given.items() if v})
+        numbers: dict[str, Any] = {name: int(value) for name, value in given.items() if value}
+        video = glm_video(files, placeholder)
+        return cls(placeholder=placeholder, video=video, **numbers)
 
     def resized(self, width: int, height: int) -> tuple[int, int]:
         side = self.patch_size * self.merge

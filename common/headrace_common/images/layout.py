@@ -1,7 +1,7 @@
-"""The tokens that stand for an image in a prompt, as a family of models counts them."""
+"""The tokens that stand for images and videos in a prompt, as a family of models counts them."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,6 +16,12 @@ class ImageError(HeadraceError):
     code = "image_invalid"
 
 
+class PlaceholderMismatch(HeadraceError):
+    """The prompt has another number of placeholders than images."""
+
+    code = "image_placeholders"
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ImageLayout:
     """What replaces the placeholder of one image: its tokens, and its grid of patches.
@@ -27,6 +33,55 @@ class ImageLayout:
     grid: Grid
 
 
+class VideoFormat(ABC):
+    """How a model reads videos, whose frames have equal sizes.
+
+    The chat template writes `written` once for each video. The tower reads `group` frames together;
+    the last one is repeated where a group has fewer. The token `placeholder` stands for a group in
+    a prompt, and is the one that embeddings replace. `processor_options` are arguments of
+    transformers' image processor for frames.
+    """
+
+    placeholder: int
+    written: str
+    group: int
+
+    @property
+    def processor_options(self) -> Mapping[str, Any]:
+        return {}
+
+    @abstractmethod
+    def text(self, times: Sequence[float]) -> str:
+        """The text of a video whose frames were taken at these times, in seconds. It has the
+        placeholder once for each group."""
+
+    @abstractmethod
+    def resized(self, frames: int, width: int, height: int) -> tuple[int, int]:
+        """Width and height in pixels that the frames of a video are resized to. Raises
+        ImageError."""
+
+    @abstractmethod
+    def layout(self, width: int, height: int) -> ImageLayout:
+        """The layout of a group whose frames were resized to this size."""
+
+    def write(self, text: str, videos: Sequence[Sequence[float]]) -> str:
+        """The text of a prompt with videos, given by the times of their frames, in order.
+
+        Raises PlaceholderMismatch.
+        """
+        between = text.split(self.written)
+        if len(between) != len(videos) + 1:
+            raise PlaceholderMismatch(
+                f"the prompt has {len(between) - 1} places for {len(videos)} videos"
+            )
+        texts = [*map(self.text, videos), ""]
+        return "".join(part for pair in zip(between, texts, strict=True) for part in pair)
+
+    def groups(self, frames: int) -> range:
+        """The first frame of each group."""
+        return range(0, frames, self.group)
+
+
 class ImageFormat(ABC):
     """How a model reads images.
 
@@ -35,7 +90,8 @@ class ImageFormat(ABC):
     tokens that embeddings replace see those after them in the same image. `processor_options` are
     arguments of transformers' image processor beside the image. `rewritten` is a text of the chat
     template and what replaces it before the prompt is tokenised; None: nothing does. With `alone`
-    an image is a prompt without text and template, which the model embeds as one vector.
+    an image is a prompt without text and template, which the model embeds as one vector. `video`
+    says how it reads videos; None: it reads none.
     """
 
     placeholder: int
@@ -51,6 +107,15 @@ class ImageFormat(ABC):
     @property
     def alone(self) -> bool:
         return False
+
+    @property
+    def video(self) -> VideoFormat | None:
+        return None
+
+    @property
+    def placeholders(self) -> frozenset[int]:
+        """The tokens that stand for an image, or a group of a video's frames."""
+        return frozenset(each.placeholder for each in (self, self.video) if each is not None)
 
     @property
     def processor_options(self) -> Mapping[str, Any]:
@@ -99,27 +164,23 @@ class PromptTokens:
 NO_TOKENS = PromptTokens(lambda _: None, lambda _: ())
 
 
-class PlaceholderMismatch(HeadraceError):
-    """The prompt has another number of placeholders than images."""
-
-    code = "image_placeholders"
-
-
 def expand(
-    placeholder: int, prompt: Sequence[int], images: Sequence[tuple[bytes, ImageLayout]]
+    placeholders: Collection[int],
+    prompt: Sequence[int],
+    images: Sequence[tuple[bytes, ImageLayout]],
 ) -> tuple[list[int], tuple[ImageSpan, ...]]:
     """Replaces each placeholder by the tokens of its image, given by digest and layout, in order.
 
     Returns the prompt and where the images are in it. Raises PlaceholderMismatch.
     """
-    found = prompt.count(placeholder)
+    found = sum(token_id in placeholders for token_id in prompt)
     if found != len(images):
         raise PlaceholderMismatch(f"the prompt has {found} places for {len(images)} images")
     remaining = iter(images)
     ids: list[int] = []
     spans = []
     for token_id in prompt:
-        if token_id != placeholder:
+        if token_id not in placeholders:
             ids.append(token_id)
             continue
         digest, layout = next(remaining)

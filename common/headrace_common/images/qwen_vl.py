@@ -3,13 +3,13 @@ token."""
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any
 
 from ..wire.images import Grid
 from .family import FamilyFiles
-from .layout import ImageError, ImageFormat
-
-MAX_ASPECT_RATIO = 200
+from .layout import ImageError, ImageFormat, VideoFormat
+from .video import MAX_ASPECT_RATIO, qwen3_video
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -25,6 +25,7 @@ class QwenVLImages(ImageFormat):
     frames: int = 1
     min_pixels: int = 56 * 56
     max_pixels: int = 28 * 28 * 1280
+    video: VideoFormat | None = None
 
     @classmethod
     def from_files(cls, files: FamilyFiles) -> "QwenVLImages | None":
@@ -40,7 +41,14 @@ class QwenVLImages(ImageFormat):
             "min_pixels": processor.get("min_pixels") or size.get("shortest_edge"),
             "max_pixels": processor.get("max_pixels") or size.get("longest_edge"),
         }
-        return cls(placeholder=placeholder, **{k: int(v) for k, v in given.items() if v})
+        numbers: dict[str, Any] = {name: int(value) for name, value in given.items() if value}
+        return cls(placeholder=placeholder, **numbers)
+
+    @classmethod
+    def of_qwen3(cls, files: FamilyFiles) -> "QwenVLImages | None":
+        """The same, with videos."""
+        form = cls.from_files(files)
+        return None if form is None else replace(form, video=qwen3_video(files))
 
     def grid(self, width: int, height: int) -> Grid:
         resized_width, resized_height = self.resized(width, height)

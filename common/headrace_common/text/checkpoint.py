@@ -26,6 +26,7 @@ _BUNDLED = {
 CHAT_TEMPLATE_FILE = "chat_template.jinja"
 # How images become patches; the second is the older form.
 PROCESSOR_FILE, PREPROCESSOR_FILE = "processor_config.json", "preprocessor_config.json"
+VIDEO_PREPROCESSOR_FILE = "video_preprocessor_config.json"
 TOKENIZER_FILES = (
     "tokenizer.json",
     "tokenizer_config.json",
@@ -36,6 +37,7 @@ TOKENIZER_FILES = (
     "chat_template.json",
     PROCESSOR_FILE,
     PREPROCESSOR_FILE,
+    VIDEO_PREPROCESSOR_FILE,
 )
 # The files that engines read and a download fetches: no pickles, no code.
 MODEL_FILES = ("*.json", "*.safetensors", "tokenizer.model", "*.jinja", "*.txt")

@@ -99,7 +99,7 @@ class VisionRuntime:
                 if span.start >= item.start + item.length or span.end <= item.start:
                     continue
                 ids = np.array(item.sequence.token_ids[span.start : span.end])
-                places = span.start + np.flatnonzero(ids == self._tower.placeholder)
+                places = span.start + np.flatnonzero(np.isin(ids, self._tower.placeholders))
                 begin, end = np.searchsorted(places, (item.start, item.start + item.length))
                 if begin < end:
                     rows = first + places[begin:end] - item.start

@@ -64,7 +64,7 @@ class ImagePrompts:
             layouts = [self._format.layout(*image.size) for image in images]
             digests = [image_digest(_content(image), salt) for image in images]
             ids, spans = expand(
-                self._format.placeholder, token_ids, list(zip(digests, layouts, strict=True))
+                self._format.placeholders, token_ids, list(zip(digests, layouts, strict=True))
             )
         except (ImageError, PlaceholderMismatch) as error:
             raise RequestError(f"images: {error}") from error

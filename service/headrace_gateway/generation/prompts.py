@@ -11,13 +11,14 @@ from typing import Any
 
 import pydantic_core
 
-from headrace_common.images.layout import ImageFormat, PlaceholderMismatch, expand
+from headrace_common.images.layout import ImageFormat, ImageLayout, PlaceholderMismatch, expand
 from headrace_common.text.chat_template import ChatTemplate
 from headrace_common.text.long_text import PIECE_CHARS, NoCut
-from headrace_common.wire.images import ImageSpan
+from headrace_common.wire.images import ImageData, ImageSpan
 
-from ..errors import invalid, too_long
+from ..errors import ApiError, invalid, too_long
 from ..images.intake import ImageIntake, ReadImage
+from ..images.videos import ReadVideo
 from ..limits.budget import Budget
 from ..limits.json_shape import TOO_COMPLEX, check_shape
 from ..limits.work import Work, check_wanted, size_of
@@ -29,6 +30,8 @@ from .rendering import Rendering
 
 # The cost of a message, of a part of one, or of a call, in characters.
 OBJECT_CHARS = 64
+# What an image, or a group of a video's frames, is and how the model reads it.
+PlacedImage = tuple[ImageData, ImageLayout]
 # A query is tokenised again for each document, so a request can have more text than its body.
 MAX_PAIR_CHARS = 2**21
 RESERVED_VARIABLES = frozenset(
@@ -38,11 +41,15 @@ RESERVED_VARIABLES = frozenset(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChatOptions:
+    """How a chat becomes a prompt. Its videos have this many frames, and frames a second."""
+
     add_generation_prompt: bool = True
     continue_final_message: bool = False
     add_special_tokens: bool = False
     variables: Mapping[str, Any] | None = None
     tools: Sequence[Mapping[str, Any]] | None = None
+    video_fps: float = 1.0
+    videos: Sequence[int] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,9 +82,11 @@ class PromptEncoder:
         sources = list(_image_sources(messages))
         if not sources:
             return Prompt(await self._token_ids(model, messages, options, context))
-        form = _image_format(model, sources[0].name)
-        images = await self._images.read(sources, self._work)
-        ids = await self._token_ids(model, messages, options, context)
+        form = _image_format(model, sources)
+        read = await self._images.read(sources, self._work)
+        images = await self._placed(form, read)
+        videos = [len(each.frames) for each in read if isinstance(each, ReadVideo)]
+        ids = await self._token_ids(model, messages, replace(options, videos=videos), context)
         return await self._work.run(len(ids), partial(_with_images, form, ids, images))
 
     async def alone(
@@ -107,12 +116,26 @@ class PromptEncoder:
                 name="messages",
             )
             return Prompt(ids)
-        form = _image_format(model, sources[0].name)
-        images = await self._images.read(sources, self._work)
+        form = _image_format(model, sources)
+        images = await self._placed(form, await self._images.read(sources, self._work))
         ids = [form.placeholder]
         if late is not None:
             ids = model.tokenizer.encode(late.image_prompt, add_special_tokens=False)
         return _with_images(form, ids, images)
+
+    async def _placed(
+        self, form: ImageFormat, read: Sequence[ReadImage | ReadVideo]
+    ) -> list[PlacedImage]:
+        placed: list[PlacedImage] = []
+        for each in read:
+            if isinstance(each, ReadImage):
+                placed.append((each.data, each.layout(form)))
+                continue
+            assert form.video is not None
+            groups, layout = each.groups(form.video)
+            for group in groups:
+                placed.append((await self._images.hold(group.encode(), self._work), layout))
+        return placed
 
     async def _token_ids(
         self,
@@ -252,7 +275,7 @@ def _encoded(
 ) -> list[int]:
     special = options.add_special_tokens
     if model.images is not None:
-        text = model.images.rewrite(text)
+        text = _with_videos(model.images, text, options)
     encode = partial(
         model.tokenizer.encode_protected,
         text,
@@ -261,6 +284,18 @@ def _encoded(
         check=check_wanted,
     )
     return _not_empty(_within(encode, size, context, "messages"), "messages")
+
+
+def _with_videos(form: ImageFormat, text: str, options: ChatOptions) -> str:
+    """The text of a prompt as it is tokenised."""
+    text = form.rewrite(text)
+    if not options.videos or form.video is None:
+        return text
+    times = [[number / options.video_fps for number in range(count)] for count in options.videos]
+    try:
+        return form.video.write(text, times)
+    except PlaceholderMismatch as error:
+        raise _no_place(error) from error
 
 
 def _one(
@@ -411,7 +446,7 @@ def _plain_content(
     parts: list[dict[str, str]] = []
     for part in content:
         if isinstance(part, ImagePart):
-            parts.append({"type": "image"})
+            parts.append({"type": part.kind})
         elif parts and parts[-1]["type"] == "text":
             parts[-1]["text"] += "\n" + part.text
         else:
@@ -449,30 +484,40 @@ def _texts(messages: Sequence[Message]) -> Iterator[str]:
             yield message.content or ""
 
 
-def _image_format(model: ServedModel, name: str) -> ImageFormat:
-    if model.images is None:
-        raise invalid(
-            f"{name}: an image is not supported: the model {model.name} reads text only.",
-            param=name,
-            code="unsupported_parameter",
-        )
-    return model.images
+def _image_format(model: ServedModel, sources: Sequence[ImageSource]) -> ImageFormat:
+    """How the model reads what `sources` name. Raises ApiError if it reads none of that kind."""
+    form = model.images
+    for source in sources:
+        if form is None or (source.video and form.video is None):
+            kind = "a video" if source.video else "an image"
+            reads = "text only" if form is None else "text and images only"
+            raise invalid(
+                f"{source.name}: {kind} is not supported: the model {model.name} reads {reads}.",
+                param=source.name,
+                code="unsupported_parameter",
+            )
+    assert form is not None
+    return form
 
 
-def _with_images(form: ImageFormat, ids: Sequence[int], images: Sequence[ReadImage]) -> Prompt:
+def _with_images(form: ImageFormat, ids: Sequence[int], images: Sequence[PlacedImage]) -> Prompt:
     """Puts the tokens of the images in their places."""
-    layouts = [(image.data.content, image.layout(form)) for image in images]
+    layouts = [(data.content, layout) for data, layout in images]
     try:
-        expanded, spans = expand(form.placeholder, ids, layouts)
+        expanded, spans = expand(form.placeholders, ids, layouts)
     except PlaceholderMismatch as error:
-        raise invalid(
-            "messages: the model's chat template shows no image in a message of this role: "
-            f"{error}.",
-            param="messages",
-            code="chat_template_error",
-        ) from error
+        raise _no_place(error) from error
     placed = zip(spans, images, strict=True)
-    return Prompt(expanded, tuple(replace(span, data=image.data) for span, image in placed))
+    return Prompt(expanded, tuple(replace(span, data=data) for span, (data, _) in placed))
+
+
+def _no_place(error: PlaceholderMismatch) -> ApiError:
+    return invalid(
+        "messages: the model's chat template shows no image or video in a message of this role: "
+        f"{error}.",
+        param="messages",
+        code="chat_template_error",
+    )
 
 
 def _check_arguments(messages: Sequence[Message]) -> None:

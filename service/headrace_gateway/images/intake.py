@@ -17,14 +17,22 @@ from headrace_common.pools.limited_pool import KillReason, LimitedPool, TaskKill
 from headrace_common.protocol.batches import FileNotStored, StoredFile
 from headrace_common.wire.images import ImageData, content_hash
 
-from ..errors import busy, invalid, unavailable
+from ..errors import busy, unavailable
 from ..limits.work import Work
 from ..schemas.chat_messages import ImageSource
 from ..telemetry.metrics import ImageResult
-from .data_urls import decode_data_url, invalid_image, is_data_url, too_many_bytes
+from .data_urls import (
+    decode_data_url,
+    decode_frames,
+    invalid_image,
+    is_data_url,
+    too_many,
+    too_many_bytes,
+)
 from .fetching import BUSY, Fetcher
 from .held_images import HeldImages, HeldImagesFull, Key
 from .uploads import UploadedImages, not_stored
+from .videos import ReadVideo
 
 # Uploaded images that are read from Redis at once.
 MOST_LOADS = 4
@@ -105,17 +113,28 @@ class ImageIntake:
         """Bytes of all images in memory."""
         return self._held.total_bytes
 
-    async def read(self, sources: Sequence[ImageSource], work: Work) -> list[ReadImage]:
-        """Reads images for `work`'s tenant. Raises ApiError."""
-        if len(sources) > self._limits.images:
-            name = sources[self._limits.images].name
-            raise invalid(
-                f"{name}: {len(sources)} images are over the limit of {self._limits.images} "
-                "(max_images).",
-                param=name,
-                code="too_many_images",
-            )
-        return [await self._read(source, work) for source in sources]
+    async def read(self, sources: Sequence[ImageSource], work: Work) -> list[ReadImage | ReadVideo]:
+        """Reads images and videos for `work`'s tenant. Raises ApiError."""
+        most, found = self._limits.images, list[ReadImage | ReadVideo]()
+        if len(sources) > most:
+            raise too_many(sources[most].name, len(sources), most)
+        count = 0
+        for source in sources:
+            if source.video:
+                video = await self._read_video(source, most - count, work)
+                count += len(video.frames)
+                found.append(video)
+            else:
+                count += 1
+                found.append(await self._read(source, work))
+        if count > most:
+            raise too_many(sources[-1].name, count, most)
+        return found
+
+    async def hold(self, encoded: bytes, work: Work) -> ImageData:
+        """Counts bytes that stand for an image until they are no longer used. Raises ApiError."""
+        content = await work.run(len(encoded), partial(content_hash, encoded))
+        return self._hold(encoded, (work.tenant, content))
 
     async def check(self, encoded: bytes, name: str, work: Work) -> bytes:
         """Reads an image that is going to be stored; returns its content hash.
@@ -140,6 +159,16 @@ class ImageIntake:
             return _read_image(name, await self._of_file(file, name, work.tenant))
         assert url is not None
         return await self._read_bytes(name, await self._encoded(name, url, work), work)
+
+    async def _read_video(self, source: ImageSource, most: int, work: Work) -> ReadVideo:
+        name, url = source.name, source.url
+        assert url is not None
+        decode = partial(decode_frames, url, name, self._limits.image_bytes, most)
+        frames = [
+            await self._read_bytes(f"{name}[{number}]", frame, work)
+            for number, frame in enumerate(await work.run(len(url), decode))
+        ]
+        return ReadVideo(name=name, frames=[(frame.data, frame.size) for frame in frames])
 
     async def _read_bytes(self, name: str, encoded: bytes, work: Work) -> ReadImage:
         content = await work.run(len(encoded), partial(content_hash, encoded))

@@ -1,7 +1,7 @@
 """Checks chat messages and tools in the form of OpenAI's requests."""
 
 from dataclasses import dataclass, replace
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import (
     AfterValidator,
@@ -88,7 +88,7 @@ def only(*neutral: Any, reason: str) -> tuple[BeforeValidator, WithJsonSchema]:
     return BeforeValidator(check), WithJsonSchema({"enum": [None, *neutral]})
 
 
-NO_MEDIA = "this server reads text and images only"
+NO_MEDIA = "this server reads text, images and frames of videos only"
 NO_SERVER_TOOLS = "this server runs no tools itself; give functions, and run them where you are"
 NO_TOOL_SEARCH = "there is no search for tools: give those that the model may call now"
 NO_SUCH_CHOICE = "it is none, auto, required, a function by name, or allowed_tools"
@@ -109,6 +109,12 @@ class ImageUrl(Body):
     detail: Literal["auto", "low", "high", "original"] | None = None
 
 
+class VideoUrl(Body):
+    """A video as its frames: data:video/jpeg;base64, and then each as JPEG, with commas between."""
+
+    url: Text
+
+
 class UploadedFile(Body):
     """`file_id` names an image that was uploaded to /v1/files. `filename` has no effect."""
 
@@ -119,7 +125,8 @@ class UploadedFile(Body):
 
 @dataclass(frozen=True, slots=True)
 class ImageSource:
-    """Where an image of a request is: at a URL, or else in an uploaded file.
+    """Where an image of a request, or with `video` a video, is: at a URL, or else in an uploaded
+    file.
 
     `name` is the name of the field with it, for errors.
     """
@@ -127,10 +134,13 @@ class ImageSource:
     name: str
     url: str | None = None
     file_id: str | None = None
+    video: bool = False
 
 
 class ImagePart(Body):
-    """An image for models that read images."""
+    """An image or a video for models that read them; templates call it `kind`."""
+
+    kind: ClassVar[str] = "image"
 
     def source(self, place: str) -> ImageSource:
         """Returns where the image is; `place` is the name of this part."""
@@ -144,6 +154,16 @@ class ImageUrlPart(ImagePart):
 
     def source(self, place: str) -> ImageSource:
         return ImageSource(f"{place}.image_url.url", url=self.image_url.url)
+
+
+class VideoUrlPart(ImagePart):
+    kind: ClassVar[str] = "video"
+    type: Literal["video_url"]
+    video_url: VideoUrl
+    prompt_cache_breakpoint: FreeObject | None = None
+
+    def source(self, place: str) -> ImageSource:
+        return ImageSource(f"{place}.video_url.url", url=self.video_url.url, video=True)
 
 
 class ImageFilePart(ImagePart):
@@ -181,7 +201,7 @@ def file_part(file_id: str, field: str) -> ImagePart:
     return _ForeignImageFilePart(type="file", file=UploadedFile(file_id=file_id), field=field)
 
 
-_IMAGE_KINDS = {"image_url": "image part", "file": "file part"}
+_IMAGE_KINDS = {"image_url": "image part", "video_url": "video part", "file": "file part"}
 
 
 def _part_kind(value: object) -> str:
@@ -193,6 +213,7 @@ def _part_kind(value: object) -> str:
 Part = Annotated[
     Annotated[TextPart, Tag("text part")]
     | Annotated[ImageUrlPart, Tag("image part")]
+    | Annotated[VideoUrlPart, Tag("video part")]
     | Annotated[ImageFilePart, Tag("file part")],
     Discriminator(_part_kind),
 ]

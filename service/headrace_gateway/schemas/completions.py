@@ -38,6 +38,8 @@ MAX_CACHE_SALT_CHARS = 1024
 MAX_METADATA = 16
 # The text of a token may have a hundred characters.
 MAX_DETOKENIZED = 2**18
+# Frames a second of a video, above those of any camera for people.
+MAX_FPS = 1000
 
 _BUDGET = Budget()
 
@@ -59,6 +61,22 @@ class PromptCacheBody(Body):
     prompt_cache_key: Name | None = None
     prompt_cache_options: FreeObject | None = None
     prompt_cache_retention: Literal["in_memory", "in-memory", "24h"] | None = None
+
+
+class VideoIo(Body):
+    """`fps`: how many frames of a video there are in a second of it."""
+
+    fps: Annotated[_Number, Field(gt=0, le=MAX_FPS)] = 1.0
+
+
+class MediaIo(Body):
+    video: VideoIo = VideoIo()
+
+
+class MediaBody(Body):
+    """vLLM's field on how videos are read."""
+
+    media_io_kwargs: MediaIo = MediaIo()
 
 
 class StreamOptions(Body):
@@ -138,7 +156,7 @@ class SamplingBody(GenerationBody, StructuredBody):
         return sampling
 
 
-class ChatRequest(SamplingBody, PromptCacheBody):
+class ChatRequest(SamplingBody, PromptCacheBody, MediaBody):
     """A chat's body. `metadata` and `prediction` have no effect."""
 
     messages: Items[Message] = Field(min_length=1, max_length=MAX_MESSAGES)
@@ -171,7 +189,7 @@ class CompletionRequest(SamplingBody):
     echo: StrictBool = False
 
 
-class TokenizeRequest(Body):
+class TokenizeRequest(MediaBody):
     """vLLM's body: a prompt, or messages for the chat template."""
 
     model: Name | None = None
@@ -243,7 +261,7 @@ UNSUPPORTED: Refused = {
     "kv_transfer_params": (({},), LEAVE_OUT),
     "prompt_embeds": ((), "send text or token ids"),
     "mm_processor_kwargs": (({},), "images are read as preprocessor_config.json says"),
-    "media_io_kwargs": (({},), "images are read as they are"),
+    "media_io_kwargs": (({},), "send media in a chat"),
 }
 
 

@@ -153,6 +153,13 @@ _QWEN_IMAGES: dict[str, Any] = {
     "temporal_patch_size": 2,
     "size": {"shortest_edge": 64, "longest_edge": 4096},
 }
+_VIDEOS: dict[str, Any] = {
+    "video_processor_type": "Qwen3VLVideoProcessor",
+    "patch_size": 4,
+    "merge_size": 2,
+    "temporal_patch_size": 2,
+    "size": {"shortest_edge": 512, "longest_edge": 4096},
+}
 _QWEN_TOWER: dict[str, Any] = {
     "depth": 3,
     "hidden_size": 32,
@@ -317,13 +324,15 @@ _GLM_IMAGES: dict[str, Any] = {
 class Shape:
     """The name of a transformers config class, and the options of the tiny model. `renamed` maps
     what transformers writes into names of tensors to what published files have there. `processor`
-    is its preprocessor_config.json, if it reads images, for which the tokenizer has `tokens`."""
+    is its preprocessor_config.json, if it reads images, for which the tokenizer has `tokens`, and
+    `videos` its video_preprocessor_config.json."""
 
     config: str
     options: dict[str, Any]
     renamed: dict[str, str] = field(default_factory=dict)
     processor: dict[str, Any] = field(default_factory=dict)
     tokens: tuple[str, ...] = ()
+    videos: dict[str, Any] = field(default_factory=dict)
 
 
 SHAPES: dict[str, Shape] = {
@@ -455,6 +464,7 @@ SHAPES: dict[str, Shape] = {
             },
         },
         processor=_QWEN_IMAGES,
+        videos=_VIDEOS,
     ),
     "gemma2": Shape(
         "Gemma2Config",
@@ -620,7 +630,7 @@ SHAPES: dict[str, Shape] = {
         processor={"image_processor_type": "PixtralImageProcessor", "size": {"longest_edge": 64}},
         tokens=("[IMG_BREAK]", "[IMG_END]"),
     ),
-    "glm4v": Shape("Glm4vConfig", _GLM4V, processor=_GLM_IMAGES),
+    "glm4v": Shape("Glm4vConfig", _GLM4V, processor=_GLM_IMAGES, videos=_VIDEOS),
     "glm46v": Shape(
         "Glm46VConfig",
         {
@@ -629,6 +639,7 @@ SHAPES: dict[str, Shape] = {
             "vision_config": {**_GLM4V["vision_config"], "model_type": "glm4v_vision"},
         },
         processor={**_GLM_IMAGES, "image_processor_type": "Glm46VImageProcessor"},
+        videos=_VIDEOS,
     ),
     "glm4v-moe": Shape(
         "Glm4vMoeConfig",
@@ -641,6 +652,7 @@ SHAPES: dict[str, Shape] = {
             },
         },
         processor=_GLM_IMAGES,
+        videos=_VIDEOS,
     ),
     "llava-onevision": Shape(
         "LlavaOnevisionConfig",
@@ -975,6 +987,7 @@ HYBRID_SHAPES: dict[str, Shape] = {
             "vision_config": _QWEN35_TOWER,
         },
         processor=_QWEN_IMAGES,
+        videos=_VIDEOS,
     ),
     "qwen3_5-moe": Shape("Qwen3_5MoeTextConfig", _QWEN35_MOE),
     "qwen3_5-moe-multimodal": Shape(
@@ -985,6 +998,7 @@ HYBRID_SHAPES: dict[str, Shape] = {
             "vision_config": _QWEN35_TOWER,
         },
         processor=_QWEN_IMAGES,
+        videos=_VIDEOS,
     ),
 }
 HYBRID = tuple(HYBRID_SHAPES)
@@ -1069,6 +1083,8 @@ def save_checkpoint(
         _rename(folder / "model.safetensors", SHAPES[name].renamed)
     if SHAPES[name].processor:
         (folder / "preprocessor_config.json").write_text(json.dumps(SHAPES[name].processor))
+    if SHAPES[name].videos:
+        (folder / "video_preprocessor_config.json").write_text(json.dumps(SHAPES[name].videos))
     tokenizer = make_tokenizer()
     tokenizer.add_special_tokens([AddedToken(each) for each in SHAPES[name].tokens])
     tokenizer.save(str(folder / "tokenizer.json"))

@@ -1,7 +1,9 @@
 """Prompts with images: transformers' greedy tokens for them, and the engine's requests."""
 
 import inspect
+import io
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -12,7 +14,8 @@ import transformers
 from PIL import Image
 from tokenizers import AddedToken, Tokenizer
 
-from headrace_common.images.layout import ImageFormat, PromptTokens, expand
+from headrace_common.images.frames import FrameGroup
+from headrace_common.images.layout import ImageFormat, ImageLayout, PromptTokens, expand
 from headrace_common.images.llama4 import Llama4Images
 from headrace_common.wire.images import image_digest
 from headrace_engine.checkpoints.checkpoint import load_checkpoint
@@ -34,14 +37,29 @@ _TEMPLATE = (
 _KINDS = frozenset({"token_type_ids", "mm_token_type_ids"})
 # In place of an image in a prompt; no random text has it.
 NO_TEXT = -1
-# Ids of tokens, and images.
-Prompt = Sequence[int | Image.Image]
+# Tokens between the groups of a video's frames; any text would do.
+_BETWEEN = (7, 8)
+
+
+@dataclass(frozen=True)
+class Video:
+    """Frames of one size."""
+
+    frames: tuple[Image.Image, ...]
+
+
+# Ids of tokens, images and videos.
+Prompt = Sequence[int | Image.Image | Video]
 
 
 def noise(width: int, height: int, seed: int = 0) -> Image.Image:
     """A random picture."""
     pixels = np.random.default_rng(seed).integers(0, 256, (height, width, 3), dtype=np.uint8)
     return Image.fromarray(pixels)
+
+
+def video(frames: int, width: int, height: int, seed: int = 0) -> Video:
+    return Video(tuple(noise(width, height, seed + number) for number in range(frames)))
 
 
 def save_chat_model(
@@ -71,12 +89,34 @@ class ImageRequests:
         self._folder = folder
 
     def read(self, prompt: Prompt) -> tuple[list[int], tuple[PromptImage, ...]]:
-        images = [part for part in prompt if not isinstance(part, int)]
-        form = self._form
-        short = [part if isinstance(part, int) else NO_TEXT for part in prompt]
-        found = [(image_digest(each.tobytes(), b""), form.layout(*each.size)) for each in images]
-        ids, spans = expand(NO_TEXT, short, found)
-        return ids, self._reader.read(spans, images)
+        short: list[int] = []
+        found: list[tuple[bytes, ImageLayout]] = []
+        encoded: list[bytes] = []
+        for part in prompt:
+            if isinstance(part, int):
+                short.append(part)
+                continue
+            if isinstance(part, Video):
+                groups, layout = self.groups(part)
+                short += (NO_TEXT, *_BETWEEN) * len(groups)
+                data = [group.encode() for group in groups]
+            else:
+                layout = self._form.layout(*part.size)
+                short.append(NO_TEXT)
+                data = [_png(part)]
+            encoded += data
+            found += [(image_digest(each, b""), layout) for each in data]
+        ids, spans = expand({NO_TEXT}, short, found)
+        pixels = [self._reader.decode(*pair) for pair in zip(spans, encoded, strict=True)]
+        return ids, self._reader.place(spans, pixels)
+
+    def groups(self, video: Video) -> tuple[list[FrameGroup], ImageLayout]:
+        form, frames = self._form.video, [_png(frame) for frame in video.frames]
+        assert form is not None
+        wide, high = form.resized(len(frames), *video.frames[0].size)
+        parts = [frames[first : first + form.group] for first in form.groups(len(frames))]
+        groups = [FrameGroup(width=wide, height=high, frames=part) for part in parts]
+        return groups, form.layout(wide, high)
 
     @cached_property
     def _form(self) -> ImageFormat:
@@ -107,17 +147,16 @@ class ImagePrompts(ImageRequests):
     def check(self, prompt: Prompt, output: Sequence[int]) -> None:
         """Fails unless each of these tokens has transformers' largest logit after those before it,
         but for the end of the sequence. Of a near-tie, either token may follow."""
-        parts = (each if isinstance(each, int) else (each.size, each.tobytes()) for each in prompt)
-        checked = (*parts, tuple(output))
+        checked = (*map(_key, prompt), tuple(output))
         if checked in self._right:
             return
         ids, images = self._inputs(prompt)
         known = torch.tensor([[*ids, *output[:-1]]])
-        kinds = {name: (known == self.image_token).int() for name in self._kinds}
         with torch.inference_mode():
-            found = self._model(known, **kinds, **images).logits[0]
+            found = self._model(known, **self._kinds_of(known, images), **images).logits[0]
         logits = found[len(ids) - 1 :].clone()
-        logits[:, [self._model.generation_config.eos_token_id, self.image_token]] = -torch.inf
+        ends = self._model.generation_config.eos_token_id
+        logits[:, [ends, *self._placeholders]] = -torch.inf
         chosen = logits.gather(1, torch.tensor(output)[:, None])[:, 0]
         worse = logits.max(dim=1).values - chosen
         assert float(worse.max()) < MARGIN, f"token {int(worse.argmax())} is another one"
@@ -127,7 +166,7 @@ class ImagePrompts(ImageRequests):
         """transformers' last hidden states [tokens, hidden size]."""
         ids, images = self._inputs(prompt)
         known = torch.tensor([ids])
-        kinds = {name: (known == self.image_token).int() for name in self._kinds}
+        kinds = self._kinds_of(known, images)
         with torch.inference_mode():
             found: torch.Tensor = self._model.model(known, **kinds, **images).last_hidden_state
         return found[0]
@@ -135,10 +174,25 @@ class ImagePrompts(ImageRequests):
     def request(self, name: str, prompt: Prompt, length: int, **options: Any) -> EngineRequest:
         """The engine's request for as many greedy tokens."""
         ids, images = self.read(prompt)
-        params = greedy(length, logit_bias={self.image_token: -100.0}, **options)
+        params = greedy(length, logit_bias=dict.fromkeys(self._placeholders, -100.0), **options)
         return EngineRequest(
             request_id=name, prompt_token_ids=tuple(ids), params=params, seed=0, images=images
         )
+
+    @property
+    def _placeholders(self) -> list[int]:
+        form = self._form
+        return [self.image_token, *(() if form.video is None else (form.video.placeholder,))]
+
+    def _kinds_of(
+        self, known: torch.Tensor, images: dict[str, torch.Tensor]
+    ) -> dict[str, torch.Tensor]:
+        """Which tokens are of images, 1, and of videos, 2. GLM has one token for both."""
+        kinds = (known == self.image_token).int()
+        if "pixel_values_videos" in images:
+            assert self._form.video is not None
+            kinds[known == self._form.video.placeholder] = 2
+        return dict.fromkeys(self._kinds, kinds)
 
     @cached_property
     def _processor(self) -> Any:
@@ -149,15 +203,64 @@ class ImagePrompts(ImageRequests):
         """Ids with the tokens of images, and what the model reads of them."""
         form, ids = self._form, list[int]()
         for part in prompt:
-            ids += [part] if isinstance(part, int) else form.token_ids(form.grid(*part.size))
-        images = [part for part in prompt if not isinstance(part, int)]
+            if isinstance(part, Video):
+                groups, layout = self.groups(part)
+                ids += (*layout.token_ids, *_BETWEEN) * len(groups)
+            else:
+                ids += [part] if isinstance(part, int) else form.token_ids(form.grid(*part.size))
+        videos = self._videos([part for part in prompt if isinstance(part, Video)])
+        images = [part for part in prompt if isinstance(part, Image.Image)]
         if not images:
-            return ids, {}
+            return ids, videos
         if isinstance(form, Llama4Images):  # transformers' own needs torchvision
             tiles = [torch.from_numpy(llama4_tiles(form, each)["pixel_values"]) for each in images]
             return ids, {"pixel_values": torch.cat(tiles)}
         made = self._processor(images=images, return_tensors="pt", **form.processor_options)
-        return ids, dict(made)
+        return ids, {**made, **videos}
+
+    def _videos(self, videos: Sequence[Video]) -> dict[str, torch.Tensor]:
+        """What transformers' video processor makes of them, which needs torchvision: patches of
+        frames after each other in time."""
+        if not videos:
+            return {}
+        grids, patches = [], []
+        for one in videos:
+            groups, layout = self.groups(one)
+            grids.append([len(groups), *layout.grid[1:]])
+            for group in groups:
+                frames = [Image.open(io.BytesIO(frame)) for frame in group.frames]
+                pair = [frame.resize((group.width, group.height), 3) for frame in frames]
+                patches.append(self._patches([pair[0], pair[-1]]))
+        return {
+            "pixel_values_videos": torch.cat(patches),
+            "video_grid_thw": torch.tensor(grids),
+        }
+
+    def _patches(self, frames: Sequence[Image.Image]) -> torch.Tensor:
+        """Patches [patches, colours x frames x height x width] of two frames, 2 x 2 patches after
+        each other."""
+        processor = self._processor
+        side, merge = processor.patch_size, processor.merge_size
+        mean, std = np.array(processor.image_mean), np.array(processor.image_std)
+        pixels = np.stack([(np.asarray(frame) / 255 - mean) / std for frame in frames])
+        times, high, wide, colours = pixels.shape
+        shape = (high // side // merge, merge, side, wide // side // merge, merge, side)
+        split = pixels.reshape(times, *shape, colours)
+        ordered = split.transpose(1, 4, 2, 5, 7, 0, 3, 6)
+        return torch.from_numpy(ordered.reshape(high * wide // side**2, -1).astype(np.float32))
+
+
+def _key(part: int | Image.Image | Video) -> object:
+    if isinstance(part, int):
+        return part
+    frames = part.frames if isinstance(part, Video) else (part,)
+    return type(part), tuple((frame.size, frame.tobytes()) for frame in frames)
+
+
+def _png(image: Image.Image) -> bytes:
+    file = io.BytesIO()
+    image.save(file, "PNG")
+    return file.getvalue()
 
 
 def text(seed: int, length: int) -> Iterator[int]:

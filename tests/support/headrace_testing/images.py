@@ -19,12 +19,13 @@ from headrace_gateway.telemetry.metrics import ImageResult
 
 from .tokenizers import byte_level_tokenizer, write_checkpoint
 
-IMAGE_TOKEN = "<|image_pad|>"
+IMAGE_TOKEN, VIDEO_TOKEN = "<|image_pad|>", "<|video_pad|>"
 VISION_TEMPLATE = (
     "{% for message in messages %}{{ '<|im_start|>' + message.role + '\n' }}"
     "{% if message.content is string %}{{ message.content }}{% else %}"
     "{% for part in message.content %}{% if part.type == 'image' %}"
-    "{{ '<|vision_start|><|image_pad|><|vision_end|>' }}{% else %}{{ part.text }}{% endif %}"
+    "{{ '<|vision_start|><|image_pad|><|vision_end|>' }}{% elif part.type == 'video' %}"
+    "{{ '<|vision_start|><|video_pad|><|vision_end|>' }}{% else %}{{ part.text }}{% endif %}"
     "{% endfor %}{% endif %}{{ '<|im_end|>\n' }}{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
 )
@@ -52,6 +53,12 @@ def data_url(encoded: bytes, kind: str = "png") -> str:
 def image_part(encoded: bytes, **fields: Any) -> dict[str, Any]:
     """A picture as a part of a chat's message."""
     return {"type": "image_url", "image_url": {"url": data_url(encoded), **fields}}
+
+
+def video_part(*frames: bytes) -> dict[str, Any]:
+    """A video as a part of a chat's message."""
+    encoded = ",".join(base64.b64encode(frame).decode() for frame in frames)
+    return {"type": "video_url", "video_url": {"url": f"data:video/jpeg;base64,{encoded}"}}
 
 
 def _ignore(_result: ImageResult) -> None:
@@ -110,14 +117,20 @@ def texts_png(texts: int = 64, size: int = 2**20) -> bytes:
     return plain[:head] + chunk * texts + plain[head:]
 
 
-def write_vision_checkpoint(folder: Path, processor: Mapping[str, Any] = PROCESSOR) -> Path:
-    """What a gateway reads of a model in the form of Qwen2.5-VL. Writes no weights."""
+def write_vision_checkpoint(
+    folder: Path,
+    processor: Mapping[str, Any] = PROCESSOR,
+    videos: Mapping[str, Any] | None = None,
+) -> Path:
+    """What a gateway reads of a model in the form of Qwen2.5-VL, or, with a video processor, of
+    Qwen3-VL. Writes no weights."""
     backend = byte_level_tokenizer()
-    names = ("<|vision_start|>", "<|vision_end|>", IMAGE_TOKEN)
+    names = ("<|vision_start|>", "<|vision_end|>", IMAGE_TOKEN, VIDEO_TOKEN)
     backend.add_special_tokens([AddedToken(n, special=True, normalized=False) for n in names])
     config = {
-        "model_type": "qwen2_5_vl",
+        "model_type": "qwen2_5_vl" if videos is None else "qwen3_vl",
         "image_token_id": backend.token_to_id(IMAGE_TOKEN),
+        "video_token_id": backend.token_to_id(VIDEO_TOKEN),
         "vocab_size": 512,
         "max_position_embeddings": 4096,
     }
@@ -125,4 +138,6 @@ def write_vision_checkpoint(folder: Path, processor: Mapping[str, Any] = PROCESS
         folder, backend, chat_template=VISION_TEMPLATE, config=config, eos_token="<|im_end|>"
     )
     (folder / "preprocessor_config.json").write_text(json.dumps(dict(processor)))
+    if videos is not None:
+        (folder / "video_preprocessor_config.json").write_text(json.dumps(dict(videos)))
     return folder

@@ -26,7 +26,7 @@ def layout(*token_ids: int) -> ImageLayout:
 def test_each_placeholder_becomes_the_tokens_of_its_image() -> None:
     images = [(ONE, layout(PAD, PAD)), (OTHER, layout(PAD, 5, PAD))]
 
-    ids, spans = expand(PAD, [1, PAD, 2, PAD], images)
+    ids, spans = expand({PAD}, [1, PAD, 2, PAD], images)
 
     assert ids == [1, PAD, PAD, 2, PAD, 5, PAD]
     assert spans == (
@@ -36,13 +36,13 @@ def test_each_placeholder_becomes_the_tokens_of_its_image() -> None:
 
 
 def test_a_prompt_without_images_stays_as_it_is() -> None:
-    assert expand(PAD, [1, 2], []) == ([1, 2], ())
+    assert expand({PAD}, [1, 2], []) == ([1, 2], ())
 
 
 @pytest.mark.parametrize("prompt", [[1, 2], [PAD, PAD]])
 def test_places_and_images_must_be_equally_many(prompt: list[int]) -> None:
     with pytest.raises(PlaceholderMismatch):
-        expand(PAD, prompt, [(ONE, layout(PAD))])
+        expand({PAD}, prompt, [(ONE, layout(PAD))])
 
 
 def test_a_digest_depends_on_the_image_and_on_the_salt() -> None:
@@ -60,17 +60,17 @@ def test_only_known_families_read_images() -> None:
     processor = {"patch_size": 14}
     qwen = {"model_type": "qwen2_5_vl"}
 
-    assert image_format({"model_type": "llama"}, {}, processor, TOKENS) is None
-    assert image_format(qwen, {}, {}, TOKENS) is None
-    assert image_format(qwen, {}, processor, NO_TOKENS) is None
-    found = image_format({**qwen, "image_token_id": 7}, {}, processor, TOKENS)
+    assert image_format({"model_type": "llama"}, {}, processor, {}, TOKENS) is None
+    assert image_format(qwen, {}, {}, {}, TOKENS) is None
+    assert image_format(qwen, {}, processor, {}, NO_TOKENS) is None
+    found = image_format({**qwen, "image_token_id": 7}, {}, processor, {}, TOKENS)
     assert found is not None and found.placeholder == 7
 
 
 def test_the_newer_file_of_a_processor_takes_precedence() -> None:
     qwen, older = {"model_type": "qwen2_5_vl"}, {"patch_size": 14}
 
-    newer = image_format(qwen, {"image_processor": {"patch_size": 28}}, older, TOKENS)
-    other = image_format(qwen, {"processor_class": "x"}, older, TOKENS)
+    newer = image_format(qwen, {"image_processor": {"patch_size": 28}}, older, {}, TOKENS)
+    other = image_format(qwen, {"processor_class": "x"}, older, {}, TOKENS)
     assert newer is not None and newer.grid(112, 112) == (1, 4, 4)
     assert other is not None and other.grid(112, 112) == (1, 8, 8)

@@ -67,7 +67,7 @@ def form_of(
 ) -> ImageFormat:
     tokens = PromptTokens(tokenizer().token_to_id, encode)
     found = image_format(
-        config, processor, {"image_processor_type": "x", **image_processor}, tokens
+        config, processor, {"image_processor_type": "x", **image_processor}, {}, tokens
     )
     assert found is not None
     return found
@@ -225,7 +225,7 @@ def test_prompts_of_gemma_3(before: str, after: str) -> None:
     pictures = [image(20, 30)]
     (expected,) = theirs(text=[text], images=[pictures], add_special_tokens=False)["input_ids"]
     layouts = [(image_digest(b"", b""), ours.layout(20, 30))]
-    ids, spans = expand(ours.placeholder, encode(ours.rewrite(text)), layouts)
+    ids, spans = expand(ours.placeholders, encode(ours.rewrite(text)), layouts)
     assert ids == list(expected)
     assert spans[0].length == 11 and math.prod(spans[0].grid) == 9
 
@@ -262,7 +262,7 @@ def test_gemma_4(options: dict[str, Any]) -> None:
 def test_gemma_4_without_a_tower_reads_no_images() -> None:
     processor = {"image_processor_type": "x"}
     tokens = PromptTokens(tokenizer().token_to_id, encode)
-    assert image_format({"model_type": "gemma4"}, {}, processor, tokens) is None
+    assert image_format({"model_type": "gemma4"}, {}, processor, {}, tokens) is None
 
 
 def test_a_token_that_the_tokenizer_lacks_is_named() -> None:

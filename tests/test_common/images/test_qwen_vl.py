@@ -22,7 +22,7 @@ CONFIGS: tuple[dict[str, Any], ...] = (
 def test_grids_equal_those_of_transformers(config: dict[str, Any]) -> None:
     theirs = Qwen2VLImageProcessorPil(**config, do_rescale=False, do_normalize=False)
     files = {"model_type": "qwen2_vl", "image_token_id": 7}
-    ours = image_format(files, {}, {"image_processor_type": "any", **config}, NO_TOKENS)
+    ours = image_format(files, {}, {"image_processor_type": "any", **config}, {}, NO_TOKENS)
     assert ours is not None
     sizes = [(w, h) for w in SIDES for h in SIDES if max(w, h) <= 200 * min(w, h)]
 

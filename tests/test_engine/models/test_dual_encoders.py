@@ -49,7 +49,7 @@ def requests(folder: Path) -> list[EngineRequest]:
         images: tuple[PromptImage, ...] = ()
         if isinstance(one, Image.Image):
             found = [(image_digest(one.tobytes(), b""), form.layout(*one.size))]
-            ids, spans = expand(-1, [-1], found)
+            ids, spans = expand({-1}, [-1], found)
             images = reader.read(spans, [one])
         else:
             ids = one

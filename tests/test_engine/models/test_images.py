@@ -1,6 +1,7 @@
 """Greedy tokens of prompts with images equal transformers' for each family: with none, one and
 several images of many sizes, in chunks, under preemption, with prefix hits, and when another engine
-continues. An image that several requests read is encoded once. Texts need no tower.
+continues. So do those of prompts with videos, for the families that read them. An image that
+several requests read is encoded once. Texts need no tower.
 
 Left out: devices other than the CPU, and weights of real checkpoints.
 """
@@ -19,7 +20,7 @@ from headrace_engine.core.errors import CheckpointError, ConfigError, RequestErr
 from headrace_engine.engine.engine import Engine
 from headrace_engine.model_runner.model_runner import ModelRunner
 from headrace_testing.engines import Output, cpu_backends, engine_config, make_runner, run
-from headrace_testing.image_prompts import ImagePrompts, Prompt, noise, text
+from headrace_testing.image_prompts import ImagePrompts, Prompt, noise, text, video
 from headrace_testing.rank_threads import RankThread
 
 CheckpointMaker = Callable[[str], Path]
@@ -41,6 +42,14 @@ NAMES = (
     "llava-onevision",
     "smolvlm",
     "idefics3",
+)
+WITH_VIDEOS = (
+    "qwen3-vl",
+    "qwen3_5-multimodal",
+    "qwen3_5-moe-multimodal",
+    "glm4v",
+    "glm46v",
+    "glm4v-moe",
 )
 LENGTH = 8
 # Tokens of a prefix that are reused with the same image, and with another one: those of full blocks
@@ -109,6 +118,42 @@ def test_greedy_tokens_equal_transformers(
     chunk = max(chunk, WHOLE.get(name, 0))
     engine = serve(checkpoint(name), attention_backend=attention, max_num_batched_tokens=chunk)
     answer(engine, prompts(name), scenes(name))
+
+
+def videos(name: str) -> list[Prompt]:
+    """Prompts with videos of a few frames, with odd counts, small and large ones, and with an image
+    beside them where transformers tells them apart."""
+    found: list[Prompt] = [
+        (*text(31, 5), video(4, 16, 24), *text(32, 4)),
+        (*text(33, 3), video(5, 40, 24, 20), *text(34, 4)),
+        (*text(35, 4), video(2, 8, 8, 30), 77, video(3, 90, 60, 40), *text(36, 6)),
+    ]
+    if not name.startswith("glm"):
+        found.append((noise(24, 16), *text(37, 4), video(2, 24, 32, 50), *text(38, 3)))
+    return found
+
+
+@pytest.mark.parametrize("chunk", [7, 512])
+@pytest.mark.parametrize("name", WITH_VIDEOS)
+def test_greedy_tokens_after_videos_equal_transformers(
+    name: str, chunk: int, backend: str, checkpoint: CheckpointMaker, prompts: PromptsMaker
+) -> None:
+    engine = serve(checkpoint(name), attention_backend=backend, max_num_batched_tokens=chunk)
+    answer(engine, prompts(name), videos(name))
+
+
+def test_frames_that_begin_alike_are_encoded_once(
+    checkpoint: CheckpointMaker, prompts: PromptsMaker
+) -> None:
+    """But not where the whole video makes their size another one."""
+    engine, made = serve(checkpoint("qwen3-vl"), enable_prefix_caching=False), prompts("qwen3-vl")
+    asked: list[Prompt] = [
+        (*text(39 + at, 4), video(frames, 32, 32), *text(42, 4))
+        for at, frames in enumerate((4, 4, 8))
+    ]
+    answer(engine, made, asked)
+    assert made.read(asked[0])[1][0].span.grid != made.read(asked[2])[1][0].span.grid
+    assert engine.stats().images_encoded == 2 + 4
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from PIL import Image
 from safetensors.torch import load_file, save_file
 
 from headrace_common.sampling.params import SamplingParams
@@ -79,7 +80,7 @@ def check(
     requests = ImageRequests(folder)
     for vectors, prompt in zip(found, asked, strict=True):
         ids, _ = requests.read(prompt)
-        picture = next((part for part in prompt if not isinstance(part, int)), None)
+        picture = next((part for part in prompt if isinstance(part, Image.Image)), None)
         torch.testing.assert_close(vectors, reference.vectors(ids, picture), atol=ATOL, rtol=RTOL)
 
 

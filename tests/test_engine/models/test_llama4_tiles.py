@@ -69,7 +69,9 @@ def test_tiles_and_tokens(most: int, enlarged: bool, transformers_module: Any) -
         "resize_to_max_canvas": enlarged,
     }
     config = {"vision_config": {"patch_size": 4}, "image_token_index": NAMES.index("<|patch|>")}
-    files = FamilyFiles(config=config, processor={}, image_processor=options, tokens=TOKENS)
+    files = FamilyFiles(
+        config=config, processor={}, image_processor=options, video_processor={}, tokens=TOKENS
+    )
     ours = Llama4Images.from_files(files)
     kind = transformers_module.Llama4ImageProcessor
     theirs = kind.__new__(kind)  # its __init__ asks for torchvision

@@ -12,7 +12,7 @@ from headrace_common.images.check import ImageSize
 from headrace_common.pools.limited_pool import LimitedPool
 from headrace_gateway.errors import ApiError
 from headrace_gateway.images.held_images import HeldImages, HeldImagesFull
-from headrace_gateway.images.intake import ImageIntake
+from headrace_gateway.images.intake import ImageIntake, ReadImage
 from headrace_gateway.limits.work import Work, WorkPool
 from headrace_gateway.schemas.chat_messages import ImageSource
 from headrace_gateway.telemetry.metrics import ImageResult
@@ -65,13 +65,18 @@ async def refusal(intake: ImageIntake, work: Work, *pictures: bytes) -> ApiError
     return refused.value
 
 
+async def pictures(intake: ImageIntake, work: Work, *data: bytes) -> list[ReadImage]:
+    read = await intake.read(named(*data), work)
+    return [image for image in read if isinstance(image, ReadImage)]
+
+
 async def test_equal_images_are_decoded_once(
     intake: ImageIntake, work: Work, decoded: list[bytes]
 ) -> None:
     one = picture()
 
-    reads = await asyncio.gather(*(intake.read(named(one, one), work) for _ in range(32)))
-    later = await intake.read(named(one), work)
+    reads = await asyncio.gather(*(pictures(intake, work, one, one) for _ in range(32)))
+    later = await pictures(intake, work, one)
 
     assert decoded == [one]
     assert len({id(image.data) for images in [*reads, later] for image in images}) == 1

@@ -1,5 +1,6 @@
 """An installed release of the chart, and what its users see of it."""
 
+import json
 import os
 import secrets
 from collections.abc import Iterator
@@ -17,6 +18,7 @@ ROOT = Path(__file__).resolve().parents[3]
 CHART = ROOT / "charts" / "headrace"
 VALUES = CHART / "ci" / "small-values.yaml"
 LABEL = "app.kubernetes.io/part-of=headrace"
+NAMESPACE = "headrace-test-"
 PATIENCE_S = 180.0
 
 
@@ -25,7 +27,7 @@ class Release:
     """A release in its own namespace with restricted Pod Security. Must be installed first."""
 
     name: str = "headrace"
-    namespace: str = field(default_factory=lambda: f"headrace-test-{secrets.token_hex(3)}")
+    namespace: str = field(default_factory=lambda: NAMESPACE + secrets.token_hex(3))
 
     @property
     def kubectl(self) -> Kubectl:
@@ -100,6 +102,13 @@ class Release:
 
 
 INSTALLED: list[Release] = []
+
+
+def remove_left_releases() -> None:
+    """Deletes the releases of test runs that were interrupted: a cluster has room for one."""
+    for found in json.loads(run("helm", "list", "--all-namespaces", "--output", "json")):
+        if found["namespace"].startswith(NAMESPACE):
+            Release(found["name"], found["namespace"]).remove()
 
 
 @contextmanager

@@ -5,15 +5,15 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import numpy.typing as npt
-
+from headrace_common.images.frames import decode_frames
 from headrace_common.images.layout import NO_TOKENS, ImageError, ImageFormat, PromptTokens
 from headrace_common.images.llama4 import Llama4Images
-from headrace_common.wire.images import ImageSpan
+from headrace_common.wire.images import Grid, ImageSpan
 
 from ...checkpoints.checkpoint import Checkpoint, JsonObject, read_json
 from ...core.errors import CheckpointError, RequestError
 from ...core.images import Pixels, PromptImage, place_images
+from .frames import BICUBIC, Arrays, together
 from .llama4_tiles import llama4_tiles
 
 if TYPE_CHECKING:
@@ -25,22 +25,28 @@ MAX_PIXELS = 89_478_485
 
 def read_format(checkpoint: Checkpoint, tokens: PromptTokens = NO_TOKENS) -> ImageFormat | None:
     """How the checkpoint reads images; see `image_format`. Raises CheckpointError."""
-    from headrace_common.images.formats import image_format
+    from headrace_common.images.formats import FORMAT_FILES, image_format
 
-    files = [_optional(checkpoint.folder / name) for name in _FILES]
+    processor, preprocessor, video_preprocessor = (
+        _optional(checkpoint.folder / name) for name in FORMAT_FILES[1:]
+    )
     try:
-        return image_format(checkpoint.config, files[0], files[1], tokens)
+        return image_format(checkpoint.config, processor, preprocessor, video_preprocessor, tokens)
     except (TypeError, ValueError, AttributeError) as error:
         raise CheckpointError(
             f"{checkpoint.folder}: its image processor's configuration is invalid: {error}"
         ) from error
 
 
-_FILES = ("processor_config.json", "preprocessor_config.json")
-
-
 def _optional(file: Path) -> JsonObject:
     return read_json(file) if file.is_file() else {}
+
+
+def _check_grid(grid: Grid, span: ImageSpan) -> None:
+    if grid != span.grid:
+        raise RequestError(
+            f"an image has the grid {grid}, but its place in the prompt is for {span.grid}"
+        )
 
 
 class ImageReader:
@@ -65,33 +71,48 @@ class ImageReader:
         return place_images(zip(spans, pixels, strict=True), self.merge)
 
     def decode(self, span: ImageSpan, data: bytes) -> Pixels:
-        """The pixels of an encoded image. Raises RequestError if it cannot be read."""
+        """The pixels of an encoded image, or a group of a video's frames. Raises RequestError if it
+        cannot be read."""
         from headrace_common.images.decoding import open_image
 
         try:
-            return self.pixels(span, open_image(data, MAX_PIXELS))
+            group = decode_frames(data)
+            if group is None:
+                return self.pixels(span, open_image(data, MAX_PIXELS))
+            frames = [open_image(frame, MAX_PIXELS) for frame in group.frames]
+            return self.frame_pixels(span, frames, (group.width, group.height))
         except ImageError as error:
             raise RequestError(f"an image cannot be read: {error}") from error
 
     def pixels(self, span: ImageSpan, image: "Image") -> Pixels:
         """The pixels of an image in RGB. Raises RequestError if it cannot be read."""
         try:
-            grid = self._form.grid(*image.size)
-            if grid != span.grid:
-                raise RequestError(
-                    f"an image has the grid {grid}, but its place in the prompt is for {span.grid}"
-                )
+            _check_grid(self._form.grid(*image.size), span)
             return Pixels(dict(self._arrays(image)))
         except (ImageError, ValueError) as error:
             raise RequestError(f"an image cannot be read: {error}") from error
 
-    def _arrays(self, image: "Image") -> Mapping[str, npt.NDArray[Any]]:
+    def frame_pixels(
+        self, span: ImageSpan, frames: Sequence["Image"], size: tuple[int, int]
+    ) -> Pixels:
+        """The pixels of a group of a video's frames in RGB, which are resized to a width and a
+        height. Raises RequestError if the model reads no such group."""
+        video = self._form.video
+        if video is None or not 0 < len(frames) <= video.group:
+            raise RequestError(f"the model does not read {len(frames)} frames together")
+        _check_grid(video.layout(*size).grid, span)
+        resized = [frame.resize(size, resample=BICUBIC) for frame in frames]
+        resized += resized[-1:] * (video.group - len(resized))
+        options = video.processor_options
+        return Pixels(together([self._processed(frame, options) for frame in resized]))
+
+    def _arrays(self, image: "Image") -> Arrays:
         if isinstance(self._form, Llama4Images):
             return llama4_tiles(self._form, image)
-        options = self._form.processor_options
-        made: Mapping[str, npt.NDArray[Any]] = self._processor(
-            images=[image], return_tensors="np", **options
-        )
+        return self._processed(image, self._form.processor_options)
+
+    def _processed(self, image: "Image", options: Mapping[str, Any]) -> Arrays:
+        made: Arrays = self._processor(images=[image], return_tensors="np", **options)
         return made
 
     @cached_property

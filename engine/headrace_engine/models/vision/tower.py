@@ -29,14 +29,19 @@ class VisionTower:
     """A tower and its projector, with their weights. A token of an image has `levels` embeddings.
 
     The first replaces the token's own. With DeepStack (https://arxiv.org/abs/2406.04334) the others
-    are added after the decoder's first layers. `token_bytes` are those of all levels. `placeholder`
-    is the token that embeddings replace. `reader` makes the images that the tower reads.
+    are added after the decoder's first layers. `token_bytes` are those of all levels. Embeddings
+    replace the tokens `placeholders`. `reader` makes the images that the tower reads.
     """
 
     def __init__(
-        self, model: Any, placeholder: int, levels: int, hidden_size: int, reader: ImageReader
+        self,
+        model: Any,
+        placeholders: Sequence[int],
+        levels: int,
+        hidden_size: int,
+        reader: ImageReader,
     ) -> None:
-        self._model, self.placeholder, self.reader = model, placeholder, reader
+        self._model, self.placeholders, self.reader = model, placeholders, reader
         self._names = frozenset(inspect.signature(model.get_image_features).parameters)
         self.token_bytes = levels * hidden_size * model.dtype.itemsize
 
@@ -85,12 +90,14 @@ def load_tower(
             f"{checkpoint.folder / 'config.json'}: vision_config.deepstack_visual_indexes must be "
             f"fewer than the {decoder.num_hidden_layers} layers of the decoder"
         )
-    placeholder = getattr(config, "image_token_id", form.placeholder)
+    placeholders = {getattr(config, "image_token_id", form.placeholder)}
+    if form.video is not None:
+        placeholders.add(config.video_token_id)
     model = _load(config, checkpoint.folder, dtype, device)
     reader = ImageReader(checkpoint.folder, form)
     logger.info("vision tower loaded", extra={"parameters": model.num_parameters()})
     size = getattr(config, "projection_dim", decoder.hidden_size)
-    return VisionTower(model, placeholder, levels, size, reader)
+    return VisionTower(model, tuple(placeholders), levels, size, reader)
 
 
 def _load(config: Any, folder: Path, dtype: torch.dtype, device: torch.device) -> Any:

@@ -73,6 +73,7 @@ def _plan(
         add_special_tokens=body.add_special_tokens,
         variables=without_thinking(model, variables, sampling),
         tools=tools.for_template(),
+        video_fps=body.media_io_kwargs.video.fps,
     )
     return form, sampling, options
 

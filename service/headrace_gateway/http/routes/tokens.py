@@ -101,5 +101,6 @@ async def _encode(body: TokenizeRequest, model: ServedModel, services: Services)
         add_special_tokens=body.add_special_tokens is True,
         variables=body.chat_template_kwargs,
         tools=tooling(body.tools, None).for_template(),
+        video_fps=body.media_io_kwargs.video.fps,
     )
     return (await services.prompts.chat(model, body.messages, options)).token_ids

@@ -17,7 +17,7 @@ from .schemas import NO_ASYNC_CALLS, NO_CALLS_BY_PROGRAMS, NO_NAMESPACES
 
 # Citations, or log probabilities of tokens, as in an answer's text.
 MAX_ANNOTATIONS = 2**16
-_NO_MEDIA = "this server reads text and images only"
+_NO_MEDIA = "this endpoint reads text and images only"
 _NO_IMAGES = "this model reads text only"
 _TEXT_PARTS = ("input_text", "output_text", "text", "reasoning_text", "summary_text")
 _IMAGE_PART = "input_image"

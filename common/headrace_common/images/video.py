@@ -1,0 +1,120 @@
+"""Videos of Qwen3-VL, Qwen 3.5 and GLM-V: groups of frames with times between them."""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from ..wire.images import Grid
+from .family import FamilyFiles
+from .layout import ImageError, ImageLayout, VideoFormat
+
+MAX_ASPECT_RATIO = 200
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PatchedVideo(VideoFormat):
+    """Frames are resized to whole patches, `merge` x `merge` of them a token, so that all pixels of
+    a video are within bounds. The defaults are those of Qwen3-VL's processor in transformers."""
+
+    placeholder: int
+    group: int = 2
+    patch_size: int = 16
+    merge: int = 2
+    min_pixels: int = 128 * 32 * 32
+    max_pixels: int = 32 * 32 * 768
+
+    @property
+    def processor_options(self) -> Mapping[str, Any]:
+        return {"do_resize": False}
+
+    def resized(self, frames: int, width: int, height: int) -> tuple[int, int]:
+        if frames < self.group:
+            raise ImageError(f"the model reads {self.group} frames of a video together: send more")
+        side = self.patch_size * self.merge
+        if min(width, height) < side:
+            scale = max(side / height, side / width)
+            width, height = int(width * scale), int(height * scale)
+        if max(width, height) > MAX_ASPECT_RATIO * min(width, height):
+            raise ImageError(
+                f"{width} x {height} pixels: one side is over {MAX_ASPECT_RATIO} times as long as "
+                "the other"
+            )
+        wide, high = round(width / side) * side, round(height / side) * side
+        counted = round(frames / self.group) * self.group
+        if counted * wide * high > self.max_pixels:
+            shrink = math.sqrt(frames * height * width / self.max_pixels)
+            wide = max(side, math.floor(width / shrink / side) * side)
+            high = max(side, math.floor(height / shrink / side) * side)
+        elif counted * wide * high < self.min_pixels:
+            grow = math.sqrt(self.min_pixels / (frames * height * width))
+            wide = math.ceil(width * grow / side) * side
+            high = math.ceil(height * grow / side) * side
+        return wide, high
+
+    def layout(self, width: int, height: int) -> ImageLayout:
+        grid: Grid = (1, height // self.patch_size, width // self.patch_size)
+        tokens = (self.placeholder,) * (grid[1] * grid[2] // self.merge**2)
+        return ImageLayout(token_ids=tokens, grid=grid)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Qwen3Video(PatchedVideo):
+    """Videos of Qwen3-VL and Qwen 3.5: the middle of a group's time stands before it."""
+
+    written: str = "<|vision_start|><|video_pad|><|vision_end|>"
+
+    def text(self, times: Sequence[float]) -> str:
+        middles = (
+            (times[first] + times[min(first + self.group, len(times)) - 1]) / 2
+            for first in self.groups(len(times))
+        )
+        return "".join(f"<{middle:.1f} seconds>{self.written}" for middle in middles)
+
+
+def qwen3_video(files: FamilyFiles) -> Qwen3Video | None:
+    """How Qwen3-VL and Qwen 3.5 read videos; None without a processor or a token for them."""
+    placeholder = files.config.get("video_token_id")
+    if not files.video_processor or not isinstance(placeholder, int):
+        return None
+    return Qwen3Video(placeholder=placeholder, **_numbers(files.video_processor))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GlmVideo(PatchedVideo):
+    """Videos of GLM-4.1V, GLM-4.5V and GLM-4.6V: the time of a group's first frame, in whole
+    seconds unless `precise`, stands after it. Frames have the placeholder of images."""
+
+    written: str = "<|video|>"
+    patch_size: int = 14
+    min_pixels: int = 112 * 112
+    max_pixels: int = 28 * 28 * 2 * 30000
+    precise: bool
+
+    def text(self, times: Sequence[float]) -> str:
+        firsts = [times[first] for first in self.groups(len(times))]
+        return "".join(
+            "<|begin_of_image|><|image|><|end_of_image|>"
+            + (f"{time:.1f} seconds" if self.precise else str(int(time)))
+            for time in firsts
+        )
+
+
+def glm_video(files: FamilyFiles, placeholder: int) -> GlmVideo | None:
+    """How the families of GLM-V read videos; None without a processor for them."""
+    if not files.video_processor:
+        return None
+    precise = files.config.get("model_type") == "glm46v"
+    return GlmVideo(placeholder=placeholder, precise=precise, **_numbers(files.video_processor))
+
+
+def _numbers(processor: Mapping[str, Any]) -> dict[str, Any]:
+    size = processor.get("size") or {}
+    given = {
+        "group": processor.get("temporal_patch_size"),
+        "patch_size": processor.get("patch_size"),
+        "merge": processor.get("merge_size"),
+        "min_pixels": size.get("shortest_edge"),
+        "max_pixels": size.get("longest_edge"),
+    }
+    return {name: int(value) for name, value in given.items() if value}
