@@ -1,11 +1,13 @@
-"""Images from the official client to the engine: greedy tokens and vectors equal transformers', one
-picture is encoded once, and an answer about a picture survives its engine."""
+"""Images and videos from the official client to the engine: greedy tokens and vectors equal
+transformers', one picture is encoded once, and answers about them survive their engine."""
 
 import asyncio
 import base64
 import io
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +19,7 @@ from PIL import Image
 from torch.nn.functional import normalize
 
 from headrace_testing.dual_encoders import Input, features, save_dual_encoder
-from headrace_testing.image_prompts import ImagePrompts, Prompt, noise, save_chat_model
+from headrace_testing.image_prompts import ImagePrompts, Video, noise, save_chat_model, video
 from headrace_testing.late_interaction import NAMES as LATE
 from headrace_testing.late_interaction import Reference, save_late_interaction
 from headrace_testing.processes import Starter, frozen, until
@@ -40,8 +42,14 @@ def prompts(model: Path) -> ImagePrompts:
 def vision(
     model: Path, tmp_path_factory: pytest.TempPathFactory, start: Starter
 ) -> Iterator[Stack]:
+    with two_engines(model, tmp_path_factory.mktemp("images"), start) as stack:
+        yield stack
+
+
+@contextmanager
+def two_engines(model: Path, folder: Path, start: Starter) -> Iterator[Stack]:
     """Two engines and a gateway; afterwards nothing may be left in the queue."""
-    stack = Stack(model, tmp_path_factory.mktemp("images"), start=start)
+    stack = Stack(model, folder, start=start)
     try:
         for _ in range(2):
             stack.add_engine()
@@ -59,18 +67,25 @@ def data_url(picture: Image.Image) -> str:
     return "data:image/png;base64," + base64.b64encode(file.getvalue()).decode()
 
 
-class Answer:
-    """A streamed answer to a message with an image."""
+def part(shown: Image.Image | Video) -> dict[str, Any]:
+    """A picture or a video as a part of a chat's message."""
+    if isinstance(shown, Image.Image):
+        return {"type": "image_url", "image_url": {"url": data_url(shown)}}
+    frames = ",".join(data_url(frame).partition(",")[2] for frame in shown.frames)
+    return {"type": "video_url", "video_url": {"url": f"data:video/jpeg;base64,{frames}"}}
 
-    def __init__(self, prompts: ImagePrompts, picture: Image.Image, words: str) -> None:
-        self._prompts, self._picture, self._words = prompts, picture, words
+
+class Answer:
+    """A streamed answer to a message with an image or a video."""
+
+    def __init__(self, prompts: ImagePrompts, shown: Image.Image | Video, words: str) -> None:
+        self._prompts, self._shown, self._words = prompts, shown, words
         self.begun = asyncio.Event()
         self.prompt: list[int] = []
         self.tokens: list[int] = []
 
     async def read(self, client: AsyncOpenAI, length: int) -> None:
-        image = {"type": "image_url", "image_url": {"url": data_url(self._picture)}}
-        content: list[Any] = [{"type": "text", "text": self._words}, image]
+        content: list[Any] = [{"type": "text", "text": self._words}, part(self._shown)]
         content.append({"type": "text", "text": "and what is this"})
         stream = await client.chat.completions.create(
             model=MODEL,
@@ -78,7 +93,7 @@ class Answer:
             stream=True,
             max_tokens=length,
             temperature=0.0,
-            logit_bias={str(self._prompts.image_token): -100},
+            logit_bias={str(token): -100 for token in self._prompts.placeholders},
             extra_body={"return_token_ids": True, "ignore_eos": True, "min_tokens": length},
         )
         async for chunk in stream:
@@ -90,11 +105,13 @@ class Answer:
 
     def check(self, length: int) -> None:
         """Compares the answer with transformers'."""
-        token, count = self._prompts.image_token, self.prompt.count(self._prompts.image_token)
-        start = self.prompt.index(token)
         assert len(self.tokens) == length
-        prompt: Prompt = [*self.prompt[:start], self._picture, *self.prompt[start + count :]]
-        self._prompts.check(prompt, self.tokens)
+        runs = groupby(self.prompt, key=lambda token: token in self._prompts.placeholders)
+        before, *between, after = [tuple(run) for shown, run in runs if not shown]
+        shown = self._shown
+        if isinstance(shown, Video):
+            shown = replace(shown, between=(*between, ()))
+        self._prompts.check([*before, shown, *after], self.tokens)
 
 
 async def test_the_official_client_sends_pictures(vision: Stack, prompts: ImagePrompts) -> None:
@@ -110,13 +127,28 @@ async def test_answers_about_a_picture_survive_their_engine(
     vision: Stack, prompts: ImagePrompts
 ) -> None:
     answers = [Answer(prompts, noise(40, 32, 3), words) for words in WORDS]
-    dying, other = vision.engines
-    async with AsyncOpenAI(base_url=f"{vision.gateways[0].url}/v1", api_key="none") as client:
+    await survive(vision, answers)
+    for answer in answers:
+        answer.check(300)
+
+
+async def survive(stack: Stack, answers: list[Answer]) -> None:
+    """Reads 300 tokens of each answer, whose engine ends after the first of them."""
+    dying, other = stack.engines
+    async with AsyncOpenAI(base_url=f"{stack.gateways[0].url}/v1", api_key="none") as client:
         with frozen([other]):
             reading = [asyncio.create_task(answer.read(client, 300)) for answer in answers]
             await asyncio.gather(*(answer.begun.wait() for answer in answers))
-            await asyncio.to_thread(vision.retire, dying)
+            await asyncio.to_thread(stack.retire, dying)
         await asyncio.gather(*reading)
+
+
+def test_answers_about_a_video_survive_their_engine(tmp_path: Path, start: Starter) -> None:
+    model = save_chat_model(tmp_path / "model", "qwen3-vl")
+    prompts = ImagePrompts(model)
+    answers = [Answer(prompts, video(5, 40, 32, 5), words) for words in WORDS]
+    with two_engines(model, tmp_path / "stack", start) as stack:
+        asyncio.run(survive(stack, answers))
     for answer in answers:
         answer.check(300)
 

@@ -429,7 +429,7 @@ class DeletedResponse(TypedDict):
 class Architecture(TypedDict):
     """What a model reads and writes."""
 
-    input_modalities: list[Literal["text", "image"]]
+    input_modalities: list[Literal["text", "image", "video"]]
 
 
 class Model(TypedDict):

@@ -28,10 +28,11 @@ from .checkpoints import MARGIN, make_tokenizer, save_checkpoint
 from .draft_heads import change_config
 from .engines import greedy
 
-IMAGE_TOKEN = "<|image_pad|>"
+IMAGE_TOKEN, VIDEO_TOKEN = "<|image_pad|>", "<|video_pad|>"
 _TEMPLATE = (
     "{% for m in messages %}<s>{{ m.role + ' ' }}{% if m.content is string %}{{ m.content }}"
     "{% else %}{% for part in m.content %}{% if part.type == 'image' %}<|image_pad|>"
+    "{% elif part.type == 'video' %}<|vision_start|><|video_pad|><|vision_end|>"
     "{% else %}{{ part.text }}{% endif %}{% endfor %}{% endif %}{% endfor %}<s>assistant"
 )
 _KINDS = frozenset({"token_type_ids", "mm_token_type_ids"})
@@ -43,9 +44,13 @@ _BETWEEN = (7, 8)
 
 @dataclass(frozen=True)
 class Video:
-    """Frames of one size."""
+    """Frames of one size, and the tokens after each group of them."""
 
     frames: tuple[Image.Image, ...]
+    between: tuple[tuple[int, ...], ...] = ()
+
+    def after(self, groups: int) -> tuple[tuple[int, ...], ...]:
+        return self.between or (_BETWEEN,) * groups
 
 
 # Ids of tokens, images and videos.
@@ -69,15 +74,18 @@ def save_chat_model(
     field: str = "image_token_id",
     **options: Any,
 ) -> Path:
-    """A checkpoint whose tokenizer has this placeholder and a token of two line breaks, and with a
-    chat template. `field` of config.json has the placeholder's id; `options` are those of
-    save_checkpoint."""
+    """A checkpoint whose tokenizer has this placeholder, those of Qwen's videos, and a token of two
+    line breaks, and with a chat template. `field` of config.json has the placeholder's id;
+    `options` are those of save_checkpoint."""
     save_checkpoint(folder, name, **options)
     tokenizer = make_tokenizer()
     tokenizer.add_special_tokens([AddedToken(placeholder, special=True)])
     tokenizer.add_tokens([AddedToken("\n\n", normalized=False)])
+    around = ("<|vision_start|>", VIDEO_TOKEN, "<|vision_end|>")
+    tokenizer.add_special_tokens([AddedToken(token, special=True) for token in around])
     tokenizer.save(str(folder / "tokenizer.json"))
-    change_config(folder, **{field: tokenizer.token_to_id(placeholder)})
+    video = tokenizer.token_to_id(VIDEO_TOKEN)
+    change_config(folder, **{field: tokenizer.token_to_id(placeholder), "video_token_id": video})
     (folder / "chat_template.jinja").write_text(_TEMPLATE.replace(IMAGE_TOKEN, placeholder))
     return folder
 
@@ -98,7 +106,8 @@ class ImageRequests:
                 continue
             if isinstance(part, Video):
                 groups, layout = self.groups(part)
-                short += (NO_TEXT, *_BETWEEN) * len(groups)
+                for tokens in part.after(len(groups)):
+                    short += (NO_TEXT, *tokens)
                 data = [group.encode() for group in groups]
             else:
                 layout = self._form.layout(*part.size)
@@ -156,7 +165,7 @@ class ImagePrompts(ImageRequests):
             found = self._model(known, **self._kinds_of(known, images), **images).logits[0]
         logits = found[len(ids) - 1 :].clone()
         ends = self._model.generation_config.eos_token_id
-        logits[:, [ends, *self._placeholders]] = -torch.inf
+        logits[:, [ends, *self.placeholders]] = -torch.inf
         chosen = logits.gather(1, torch.tensor(output)[:, None])[:, 0]
         worse = logits.max(dim=1).values - chosen
         assert float(worse.max()) < MARGIN, f"token {int(worse.argmax())} is another one"
@@ -174,13 +183,13 @@ class ImagePrompts(ImageRequests):
     def request(self, name: str, prompt: Prompt, length: int, **options: Any) -> EngineRequest:
         """The engine's request for as many greedy tokens."""
         ids, images = self.read(prompt)
-        params = greedy(length, logit_bias=dict.fromkeys(self._placeholders, -100.0), **options)
+        params = greedy(length, logit_bias=dict.fromkeys(self.placeholders, -100.0), **options)
         return EngineRequest(
             request_id=name, prompt_token_ids=tuple(ids), params=params, seed=0, images=images
         )
 
     @property
-    def _placeholders(self) -> list[int]:
+    def placeholders(self) -> list[int]:
         form = self._form
         return [self.image_token, *(() if form.video is None else (form.video.placeholder,))]
 
@@ -205,7 +214,8 @@ class ImagePrompts(ImageRequests):
         for part in prompt:
             if isinstance(part, Video):
                 groups, layout = self.groups(part)
-                ids += (*layout.token_ids, *_BETWEEN) * len(groups)
+                for tokens in part.after(len(groups)):
+                    ids += (*layout.token_ids, *tokens)
             else:
                 ids += [part] if isinstance(part, int) else form.token_ids(form.grid(*part.size))
         videos = self._videos([part for part in prompt if isinstance(part, Video)])

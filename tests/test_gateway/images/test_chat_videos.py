@@ -73,6 +73,11 @@ async def test_openais_sdk_sends_a_video(vision: Gateway) -> None:
         assert image.digest == image_digest(encoded, b"")
 
 
+async def test_models_tell_that_they_read_videos(vision: Gateway) -> None:
+    (listed,) = (await vision.http.get("/v1/models")).json()["data"]
+    assert listed["architecture"] == {"input_modalities": ["text", "image", "video"]}
+
+
 async def test_videos_and_images_keep_their_order(vision: Gateway) -> None:
     parts = [image_part(picture(112, 56)), video_part(*FRAMES[:2]), video_part(*FRAMES[2:4])]
     answer = await vision.chat(messages=user(*parts))

@@ -57,5 +57,15 @@ async def _card(services: Services, model: ServedModel) -> dict[str, Any]:
         "root": model.own_name,
         "parent": model.parent,
         "max_model_len": await services.admission.known_context(model),
-        "architecture": {"input_modalities": ["text", *(["image"] if model.images else [])]},
+        "architecture": {"input_modalities": _modalities(model)},
     }
+
+
+def _modalities(model: ServedModel) -> list[str]:
+    form = model.images
+    read = {
+        "text": True,
+        "image": form is not None,
+        "video": form is not None and form.video is not None,
+    }
+    return [name for name, known in read.items() if known]

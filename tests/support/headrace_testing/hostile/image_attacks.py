@@ -1,4 +1,5 @@
-"""Attacks with images: bombs, damaged files, other types, very many, and URLs of the inside."""
+"""Attacks with images and videos: bombs, damaged files, other types, very many, and URLs of the
+inside."""
 
 import asyncio
 import base64
@@ -18,6 +19,7 @@ from headrace_testing.images import (
     png_of_size,
     slow_jpeg,
     texts_png,
+    video_part,
 )
 
 from .attack import Answer, Attack, post
@@ -30,7 +32,7 @@ Urls = Callable[[], Sequence[str]]
 
 
 def image_attacks() -> list[Attack]:
-    return [*_bombs(), *_files(), *_urls(), *_places(), *_uploads()]
+    return [*_bombs(), *_files(), *_urls(), *_videos(), *_places(), *_uploads()]
 
 
 def _attack(name: str, urls: Urls, *, times: int = 1, refused: bool = True) -> Attack:
@@ -52,6 +54,23 @@ def _chat(parts: Sequence[Any]) -> bytes:
         for at in range(0, len(parts), 1000)
     ]
     return json.dumps({"model": VISION, "messages": messages, "max_tokens": 4}).encode()
+
+
+def _videos() -> Iterator[Attack]:
+    yield _video("10,000 frames of a video", lambda: [picture()] * 10_000)
+    yield _video("a video of 8 million commas", lambda: [b""] * 8_000_000)
+    yield _video("a video of bombs", lambda: [bomb(12_000)] * 60)
+    yield _video("frames of 60 sizes", lambda: [picture(8 + n, 8) for n in range(60)])
+    # It is read, but has more tokens than the context.
+    yield _video("60 frames of 4,096 x 4,096", lambda: [_deep_png()] * 60, refused=False)
+    yield _video("a video that is an MP4", lambda: [b"\0\0\0\x18ftypmp42" + bytes(10_000)] * 2)
+
+
+def _video(name: str, frames: Callable[[], Sequence[bytes]], *, refused: bool = True) -> Attack:
+    def play(target: Target) -> Awaitable[Answer]:
+        return many(target.api, [post(CHAT, _chat([video_part(*frames())]), target.attacker)])
+
+    return Attack(name, "tenant", play, refused=refused)
 
 
 def _one(encoded: Callable[[], bytes], kind: str = "png") -> Urls:

@@ -78,7 +78,7 @@ class HostileStack(Stack):
         )
         self.vision = self.add_engine(
             *("--lease", "10", "--served-model-name", VISION),
-            *("--model", str(save_chat_model(folder / "vision", "qwen2.5-vl"))),
+            *("--model", str(save_chat_model(folder / "vision", "qwen3-vl"))),
         )
         self._inner = free_port()
         domains = [f"{host}:{self._inner}" for host in INNER_HOSTS]
