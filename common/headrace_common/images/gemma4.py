@@ -1,13 +1,14 @@
-"""Images of Gemma 4: resized to as many patches as fit, in proportion; squares of patches are
-tokens."""
+"""Images and videos of Gemma 4: resized to as many patches as fit, in proportion; squares of
+patches are tokens."""
 
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
 
 from ..wire.images import Grid
 from .family import FamilyFiles
-from .layout import ImageError, ImageFormat
+from .layout import ImageError, ImageFormat, ImageLayout, VideoFormat
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -23,6 +24,7 @@ class Gemma4Images(ImageFormat):
     patch_size: int
     pooled: int
     seen: bool
+    video: VideoFormat | None = None
 
     @classmethod
     def from_files(cls, files: FamilyFiles) -> "Gemma4Images | None":
@@ -30,7 +32,7 @@ class Gemma4Images(ImageFormat):
         if not config.get("vision_config"):
             return None
         placeholder, text = files.image_token(), config.get("text_config") or {}
-        return cls(
+        images = cls(
             placeholder=258_880 if placeholder is None else placeholder,
             begin=int(config.get("boi_token_id", 255_999)),
             end=int(config.get("eoi_token_id", 258_882)),
@@ -39,6 +41,14 @@ class Gemma4Images(ImageFormat):
             pooled=int(processor.get("pooling_kernel_size", 3)),
             seen=text.get("use_bidirectional_attention") == "vision",
         )
+        if not files.video_processor:
+            return images
+        frames = replace(
+            images,
+            placeholder=int(config.get("video_token_id", 258_884)),
+            most=int(files.video_processor.get("max_soft_tokens", 70)),
+        )
+        return replace(images, video=Gemma4Video(placeholder=frames.placeholder, frames=frames))
 
     @property
     def bidirectional(self) -> bool:
@@ -60,3 +70,31 @@ class Gemma4Images(ImageFormat):
     def token_ids(self, grid: Grid) -> Sequence[int]:
         count = grid[1] * grid[2] // self.pooled**2
         return (self.begin, *[self.placeholder] * count, self.end)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Gemma4Video(VideoFormat):
+    """Videos of Gemma 4: each of `frames` is an image with fewer tokens, after its time in minutes
+    and seconds."""
+
+    placeholder: int
+    frames: Gemma4Images
+    written: str = "<|video|>"
+    group: int = 1
+
+    @property
+    def processor_options(self) -> Mapping[str, Any]:
+        return {"do_resize": False, "max_soft_tokens": self.frames.most}
+
+    def text(self, times: Sequence[float]) -> str:
+        seconds = map(int, times)
+        return " ".join(f"{each // 60:02d}:{each % 60:02d} {self.written}" for each in seconds)
+
+    def resized(self, frames: int, width: int, height: int) -> tuple[int, int]:
+        _, rows, columns = self.frames.grid(width, height)
+        return columns * self.frames.patch_size, rows * self.frames.patch_size
+
+    def layout(self, width: int, height: int) -> ImageLayout:
+        side = self.frames.patch_size
+        grid: Grid = (1, height // side, width // side)
+        return ImageLayout(token_ids=self.frames.token_ids(grid), grid=grid)

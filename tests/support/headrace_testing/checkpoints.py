@@ -527,6 +527,12 @@ SHAPES: dict[str, Shape] = {
         },
     ),
     "gemma4-multimodal": Shape("Gemma4Config", _GEMMA4, processor=_GEMMA4_IMAGES),
+    "gemma4-videos": Shape(
+        "Gemma4Config",
+        {**_GEMMA4, "video_token_id": VOCAB - 4},
+        processor=_GEMMA4_IMAGES,
+        videos={"video_processor_type": "Gemma4VideoProcessor", "max_soft_tokens": 70},
+    ),
     # Layers that share KV, and embeddings for each layer.
     "gemma4-small": Shape(
         "Gemma4Config",

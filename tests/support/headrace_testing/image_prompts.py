@@ -15,6 +15,7 @@ from PIL import Image
 from tokenizers import AddedToken, Tokenizer
 
 from headrace_common.images.frames import FrameGroup
+from headrace_common.images.gemma4 import Gemma4Images
 from headrace_common.images.layout import ImageFormat, ImageLayout, PromptTokens, expand
 from headrace_common.images.llama4 import Llama4Images
 from headrace_common.wire.images import image_digest
@@ -233,6 +234,8 @@ class ImagePrompts(ImageRequests):
         frames after each other in time."""
         if not videos:
             return {}
+        if isinstance(self._form, Gemma4Images):
+            return self._frames(videos)
         grids, patches = [], []
         for one in videos:
             groups, layout = self.groups(one)
@@ -244,6 +247,21 @@ class ImagePrompts(ImageRequests):
         return {
             "pixel_values_videos": torch.cat(patches),
             "video_grid_thw": torch.tensor(grids),
+        }
+
+    def _frames(self, videos: Sequence[Video]) -> dict[str, torch.Tensor]:
+        form = self._form.video
+        assert form is not None
+        resized = [
+            Image.open(io.BytesIO(group.frames[0])).resize((group.width, group.height), 3)
+            for one in videos
+            for group in self.groups(one)[0]
+        ]
+        made = self._processor(images=resized, return_tensors="pt", **form.processor_options)
+        return {
+            "pixel_values_videos": made["pixel_values"],
+            "video_position_ids": made["image_position_ids"],
+            "num_frames_per_video": torch.tensor([len(one.frames) for one in videos]),
         }
 
     def _patches(self, frames: Sequence[Image.Image]) -> torch.Tensor:
