@@ -22,8 +22,11 @@ def decode_data_url(url: str, name: str, max_bytes: int) -> bytes:
     return _decode(url[comma + 1 :], name, max_bytes)
 
 
-def decode_frames(url: str, name: str, max_bytes: int, max_frames: int) -> list[bytes]:
-    """Returns the frames of a video, each as JPEG. Raises ApiError, as `decode_data_url` does."""
+def decode_frames(url: str, name: str, max_bytes: int, before: int, most: int) -> list[bytes]:
+    """Returns the frames of a video, each as JPEG. With `before` images they are at most `most`.
+
+    Raises ApiError, as `decode_data_url` does.
+    """
     comma = url.find(",", 0, MAX_HEAD_CHARS)
     if url[: max(comma, 0)].lower() != "data:video/jpeg;base64":
         raise invalid_video(
@@ -31,9 +34,9 @@ def decode_frames(url: str, name: str, max_bytes: int, max_frames: int) -> list[
             "a video is data:video/jpeg;base64, and then its frames as JPEG in base64, with commas "
             "between them; take the frames out of other files first, such as with ffmpeg",
         )
-    count = url.count(",")
-    if count > max_frames:
-        raise too_many(name, count, max_frames)
+    count = before + url.count(",")
+    if count > most:
+        raise too_many(name, count, most)
     return [_decode(frame, name, max_bytes) for frame in url[comma + 1 :].split(",")]
 
 

@@ -121,7 +121,7 @@ class ImageIntake:
         count = 0
         for source in sources:
             if source.video:
-                video = await self._read_video(source, most - count, work)
+                video = await self._read_video(source, count, work)
                 count += len(video.frames)
                 found.append(video)
             else:
@@ -160,10 +160,11 @@ class ImageIntake:
         assert url is not None
         return await self._read_bytes(name, await self._encoded(name, url, work), work)
 
-    async def _read_video(self, source: ImageSource, most: int, work: Work) -> ReadVideo:
+    async def _read_video(self, source: ImageSource, before: int, work: Work) -> ReadVideo:
         name, url = source.name, source.url
         assert url is not None
-        decode = partial(decode_frames, url, name, self._limits.image_bytes, most)
+        limits = self._limits
+        decode = partial(decode_frames, url, name, limits.image_bytes, before, limits.images)
         frames = [
             await self._read_bytes(f"{name}[{number}]", frame, work)
             for number, frame in enumerate(await work.run(len(url), decode))

@@ -92,7 +92,7 @@ def load_tower(
         )
     placeholders = {getattr(config, "image_token_id", form.placeholder)}
     if form.video is not None:
-        placeholders.add(config.video_token_id)
+        placeholders.add(form.video.placeholder)
     model = _load(config, checkpoint.folder, dtype, device)
     reader = ImageReader(checkpoint.folder, form)
     logger.info("vision tower loaded", extra={"parameters": model.num_parameters()})
