@@ -263,9 +263,10 @@ class RemoteNodes:
             callback()
 
     def _tell(self, message: Mapping[str, Any]) -> None:
-        for member in list(self._members.values()):
-            with suppress(OSError):
-                member.control.send_bytes(json.dumps(message).encode())
+        with self._lock:  # a member of the table is open
+            for member in self._members.values():
+                with suppress(OSError):
+                    member.control.send_bytes(json.dumps(message).encode())
 
 
 def plain_address(address: str) -> str:

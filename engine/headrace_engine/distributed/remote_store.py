@@ -53,7 +53,8 @@ class RemoteStore(_Store):  # type: ignore[misc]
 
 
 def serve_store(store: Any, connection: Connection) -> None:
-    """Answers a RemoteStore from a store of torch, until its rank ends. For a thread of its own."""
+    """Answers a RemoteStore from a store of torch, until its rank ends. For a thread of its own,
+    which leaves the connection open: the thread that ends the engine closes it meanwhile."""
     actions: Mapping[str, Callable[..., Any]] = {
         "set": lambda key, value: store.set(key, _to_bytes(value)),
         "get": lambda key: _to_text(store.get(key)),
@@ -62,7 +63,7 @@ def serve_store(store: Any, connection: Connection) -> None:
         "wait": lambda keys, seconds: _wait(store, keys, seconds),
         "delete_key": store.delete_key,
     }
-    with suppress(EOFError, OSError), connection:
+    with suppress(EOFError, OSError):
         while True:
             name, *operands = json.loads(connection.recv_bytes())
             answer: tuple[Any, str]

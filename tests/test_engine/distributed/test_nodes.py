@@ -4,6 +4,7 @@ Nodes are threads and bare connections here; `test_e2e/test_nodes.py` has them a
 """
 
 import json
+import os
 import socket
 import struct
 from collections.abc import Callable, Iterator, Mapping
@@ -13,7 +14,8 @@ from multiprocessing import Pipe
 from multiprocessing.connection import Connection
 from pathlib import Path
 from queue import SimpleQueue
-from threading import Thread
+from threading import Event, Thread, current_thread
+from threading import enumerate as enumerate_threads
 from typing import Any
 
 import pytest
@@ -273,6 +275,35 @@ def test_a_node_that_is_lost_or_ends_is_announced(config: EngineConfig) -> None:
         assert zero.lost.get(timeout=LIMIT_S) == (1, "is gone: its connection ended")
 
 
+def test_node_0_closes_its_connections_while_a_rank_leaves(
+    config: EngineConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The thread of the rank's store is delayed in whatever it closes itself."""
+    torch_distributed: Any = dist
+    left, closed, main = Event(), Event(), current_thread()
+
+    def close_slowly(connection: Connection) -> None:
+        os.close(connection.fileno())
+        if current_thread() is not main:
+            left.set()
+            closed.wait(LIMIT_S)
+
+    with node_0(config) as zero, ExitStack() as opened:
+        join(config, opened)
+        until(lambda: not zero.waits, "the node to join")
+        threads = set(enumerate_threads())
+        zero.nodes.rank(1).serve_store(torch_distributed.HashStore())
+        (thread,) = set(enumerate_threads()) - threads
+        monkeypatch.setattr(Connection, "_close", close_slowly)
+        opened.close()
+        until(lambda: left.is_set() or not thread.is_alive(), "the store's thread to be done")
+        try:
+            zero.nodes.close()
+        finally:
+            closed.set()
+            thread.join()
+
+
 @pytest.mark.parametrize(
     ("options", "words"),
     [
@@ -305,7 +336,7 @@ def test_ranks_of_other_nodes_use_node_0s_store() -> None:
     ours, theirs = Pipe()
     thread = Thread(target=serve_store, args=(store, ours))
     thread.start()
-    with theirs:
+    with ours, theirs:
         remote = RemoteStore(theirs)
         remote.set("address", b"\x00\xff")
         assert store.get("address") == remote.get("address") == b"\x00\xff"
@@ -316,7 +347,8 @@ def test_ranks_of_other_nodes_use_node_0s_store() -> None:
         assert remote.delete_key("other") and not store.check(["other"])
         with pytest.raises(RuntimeError):
             remote.wait(["absent"], timedelta(milliseconds=1))
-    thread.join()
+        theirs.close()
+        thread.join()
 
 
 def test_nccl_uses_the_interface_by_which_nodes_meet() -> None:
