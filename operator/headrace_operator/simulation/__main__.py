@@ -158,15 +158,20 @@ def simulate(
         drain_time=drain_time,
         forecast=Forecast() if forecast else None,
     )
+    names = _names(policy)
+    outputs = _Outputs(json, plot)
+    outputs.check()
+    if max(models, len(trace or ())) > 1:
+        if min_awake > max_awake:
+            raise SimulationError(f"--min-awake {min_awake:g}: it must not be above --max-awake")
+        if policy or oracle or plot:
+            raise SimulationError("--policy, --oracle and --plot are for one model; leave them out")
     traces = _traces(trace or (), load, models)
     profile = load_profile(engine_profile)
     if cold_start is not None:
         profile = replace(profile, cold_start_seconds=cold_start)
     objectives = Objectives(time_to_first_token=ttft, time_per_output_token=tpot)
     limits = QueueLimits(max_requests=max_queued_requests, max_tokens=max_queued_tokens)
-    names = _names(policy)
-    outputs = _Outputs(json, plot)
-    outputs.check()
     inputs = {
         "trace": [str(path) for path in trace] if trace else asdict(load),
         "profile": asdict(profile),
@@ -174,10 +179,6 @@ def simulate(
         "limits": asdict(limits),
     }
     if len(traces) > 1:
-        if min_awake > max_awake:
-            raise SimulationError(f"--min-awake {min_awake:g}: it must not be above --max-awake")
-        if policy or oracle or plot:
-            raise SimulationError("--policy, --oracle and --plot are for one model; leave them out")
         sharing = SharingComparison(
             traces=traces,
             profile=profile,
