@@ -61,6 +61,8 @@ KEEP_ALIVE_INTERVAL = 1.0
 # Seconds between two searches for requests that other engines had begun. Their clients wait in the
 # middle of an answer, so they come before new requests, however many of these there are.
 REAP_INTERVAL = 1.0
+# How long the step in progress at the end may take.
+LAST_STEP_S = 10.0
 
 
 class WorkerFailed(EngineError):
@@ -282,7 +284,7 @@ class Worker:
 
     async def run(self) -> None:
         if not await before(self._begin(), self._ending):
-            self._loop.stop()
+            await self._end_loop()
             return
         services = [self._reply_writer.run, self._controls, self._beats, self._keep_alive]
         if self._registration is not None:
@@ -318,7 +320,13 @@ class Worker:
             self._images.close()
             if self._snapshots is not None:
                 await self._snapshots.close()
+        await self._end_loop()
+
+    async def _end_loop(self) -> None:
+        """Waits for the current step, whose outputs this event loop gets."""
         self._loop.stop()
+        if self._loop.alive and not await asyncio.to_thread(self._loop.join, LAST_STEP_S):
+            logger.warning("the last step has not ended", extra={"seconds": LAST_STEP_S})
 
     async def _begin(self) -> None:
         """Registers the engine and its model, starts the loop, loads adapters and sends the first

@@ -532,7 +532,8 @@ def test_a_refusal_names_the_closest_model_that_is_served(
 
 
 def test_every_shape_is_tested() -> None:
-    assert {*NATIVE, *FOREIGN, *HYBRID} == set(SHAPES)
+    # The last one is tested with videos: as text transformers reads their token as none of its own.
+    assert {*NATIVE, *FOREIGN, *HYBRID, "gemma4-videos"} == set(SHAPES)
 
 
 def test_a_context_that_is_too_long_is_refused_once(

@@ -8,6 +8,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from http import HTTPStatus
 from threading import Semaphore
+from threading import enumerate as enumerate_threads
 
 import pytest
 
@@ -16,6 +17,7 @@ from headrace_common.wire.messages import Reply, Takeover, Tokens
 from headrace_engine.core.config import SleepLevel
 from headrace_engine.core.step_plan import SchedulerOutput, StepResult
 from headrace_engine.engine.engine import Engine
+from headrace_engine.engine.engine_loop import EngineLoop
 from headrace_engine.serving.sleep_pages import SleepPages
 from headrace_testing.backends import MODEL, InMemory, make_request
 from headrace_testing.engine import make_config
@@ -49,6 +51,7 @@ class Service:
         self.worker = make_worker(engine, self.backend.engine(), self.runner.block_size)
         self.sleeper = self.worker.sleeper
         self.replies: list[Reply] = []
+        self.running: asyncio.Task[None]
 
     async def listen(self) -> None:
         async for frame in self.gateway.frames():
@@ -86,13 +89,13 @@ async def serving() -> AsyncIterator[Service]:
     service = Service()
     await service.gateway.start()
     listening = asyncio.create_task(service.listen())
-    running = asyncio.create_task(service.worker.run())
+    service.running = asyncio.create_task(service.worker.run())
     try:
         yield service
     finally:
         service.let_all_through()
         service.worker.end()
-        await running
+        await service.running
         listening.cancel()
         await asyncio.gather(listening, return_exceptions=True)
 
@@ -178,6 +181,23 @@ async def test_a_drained_engine_sleeps_on_and_ends() -> None:
         service.let_all_through()
         assert await sleeping(service)
     assert service.runner.sleep_level == 1
+
+
+async def test_the_end_waits_for_the_step_in_progress(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its requests are given back, and the step goes on until the loop is told to stop."""
+    async with serving() as service:
+        stop = EngineLoop.stop
+
+        def stop_then_let_through(loop: EngineLoop) -> None:
+            stop(loop)
+            service.let_all_through()
+
+        monkeypatch.setattr(EngineLoop, "stop", stop_then_let_through)
+        await at_the_gate(service, "a")
+        service.worker.drain(within=0)
+        service.worker.end()
+        await service.running
+        assert "engine-loop" not in {thread.name for thread in enumerate_threads()}
 
 
 @pytest.mark.parametrize("level", [1, 2])

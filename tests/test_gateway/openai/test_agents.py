@@ -161,7 +161,7 @@ async def test_an_agent_of_messages_sends_more_than_is_needed(kept: KeptGateway)
         (
             "/v1/chat/completions",
             {"messages": [{"role": "assistant", "content": "x", "audio": {"id": "a"}}]},
-            "messages[0].audio: is not supported: this server reads text and images only",
+            "messages[0].audio: is not supported: this server reads text, images and frames",
         ),
     ],
 )
