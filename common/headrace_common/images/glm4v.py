@@ -1,9 +1,9 @@
 """Images of GLM-4.1V and GLM-4.6V: those of Qwen-VL with other bounds; small ones are enlarged."""
 
 from dataclasses import dataclass
-from typing import Any
 
 from .family import FamilyFiles
+from .patches import enlarged, read_numbers
 from .qwen_vl import QwenVLImages
 from .video import glm_video
 
@@ -21,22 +21,10 @@ class Glm4vImages(QwenVLImages):
         placeholder = files.image_token("<|image|>")
         if placeholder is None:
             return None
-        processor = files.image_processor
-        size = processor.get("size") or {}
-        given = {
-            "patch_size": processor.get("patch_size"),
-            "merge": processor.get("merge_size"),
-            "frames": processor.get("temporal_patch_size"),
-            "min_pixels": size.get("shortest_edge"),
-            "max_pixels": size.get("longest_edge"),
-        }
-        numbers: dict[str, Any] = {name: int(value) for name, value in given.items() if value}
         video = glm_video(files, placeholder)
+        numbers = read_numbers(files.image_processor, "frames")
         return cls(placeholder=placeholder, video=video, **numbers)
 
     def resized(self, width: int, height: int) -> tuple[int, int]:
-        side = self.patch_size * self.merge
-        if min(width, height) < side:
-            scale = max(side / height, side / width)
-            width, height = int(width * scale), int(height * scale)
+        width, height = enlarged(width, height, self.patch_size * self.merge)
         return QwenVLImages.resized(self, width, height)  # slots leave super() without its class

@@ -1,15 +1,15 @@
 """Images of Qwen2-VL, Qwen2.5-VL, Qwen3-VL and Qwen 3.5: resized to whole patches, 2 x 2 of them a
 token."""
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 from ..wire.images import Grid
 from .family import FamilyFiles
-from .layout import ImageError, ImageFormat, VideoFormat
-from .video import MAX_ASPECT_RATIO, qwen3_video
+from .layout import ImageFormat, VideoFormat
+from .patches import PixelBounds, whole_patches
+from .video import qwen3_video
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,24 +58,7 @@ class QwenVLImages(ImageFormat):
         return (self.placeholder,) * (grid[1] * grid[2] // self.merge**2)
 
     def resized(self, width: int, height: int) -> tuple[int, int]:
-        """Width and height that the image is resized to. Raises ImageError.
-
-        Both are multiples of a token's side, the ratio stays nearly the same, and the pixels are
-        within the bounds. Rounds as transformers does (halves to even numbers).
-        """
-        if max(width, height) > MAX_ASPECT_RATIO * min(width, height):
-            raise ImageError(
-                f"{width} x {height} pixels: one side is over {MAX_ASPECT_RATIO} times as long as "
-                "the other"
-            )
+        """Width and height that the image is resized to. Raises ImageError."""
         side = self.patch_size * self.merge
-        wide, high = round(width / side) * side, round(height / side) * side
-        if self.frames * wide * high > self.max_pixels:
-            shrink = math.sqrt(self.frames * height * width / self.max_pixels)
-            wide = max(side, math.floor(width / shrink / side) * side)
-            high = max(side, math.floor(height / shrink / side) * side)
-        elif self.frames * wide * high < self.min_pixels:
-            grow = math.sqrt(self.min_pixels / (self.frames * height * width))
-            wide = math.ceil(width * grow / side) * side
-            high = math.ceil(height * grow / side) * side
-        return wide, high
+        bounds = PixelBounds(side=side, least=self.min_pixels, most=self.max_pixels)
+        return whole_patches(width, height, bounds, frames=self.frames)

@@ -1,6 +1,5 @@
 """Videos of Qwen3-VL, Qwen 3.5 and GLM-V: groups of frames with times between them."""
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -8,8 +7,7 @@ from typing import Any
 from ..wire.images import Grid
 from .family import FamilyFiles
 from .layout import ImageError, ImageLayout, VideoFormat
-
-MAX_ASPECT_RATIO = 200
+from .patches import PixelBounds, enlarged, read_numbers, whole_patches
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,25 +30,10 @@ class PatchedVideo(VideoFormat):
         if frames < self.group:
             raise ImageError(f"the model reads {self.group} frames of a video together: send more")
         side = self.patch_size * self.merge
-        if min(width, height) < side:
-            scale = max(side / height, side / width)
-            width, height = int(width * scale), int(height * scale)
-        if max(width, height) > MAX_ASPECT_RATIO * min(width, height):
-            raise ImageError(
-                f"{width} x {height} pixels: one side is over {MAX_ASPECT_RATIO} times as long as "
-                "the other"
-            )
-        wide, high = round(width / side) * side, round(height / side) * side
+        bounds = PixelBounds(side=side, least=self.min_pixels, most=self.max_pixels)
         counted = round(frames / self.group) * self.group
-        if counted * wide * high > self.max_pixels:
-            shrink = math.sqrt(frames * height * width / self.max_pixels)
-            wide = max(side, math.floor(width / shrink / side) * side)
-            high = max(side, math.floor(height / shrink / side) * side)
-        elif counted * wide * high < self.min_pixels:
-            grow = math.sqrt(self.min_pixels / (frames * height * width))
-            wide = math.ceil(width * grow / side) * side
-            high = math.ceil(height * grow / side) * side
-        return wide, high
+        width, height = enlarged(width, height, side)
+        return whole_patches(width, height, bounds, frames=frames, counted=counted)
 
     def layout(self, width: int, height: int) -> ImageLayout:
         grid: Grid = (1, height // self.patch_size, width // self.patch_size)
@@ -77,7 +60,7 @@ def qwen3_video(files: FamilyFiles) -> Qwen3Video | None:
     placeholder = files.config.get("video_token_id")
     if not files.video_processor or not isinstance(placeholder, int):
         return None
-    return Qwen3Video(placeholder=placeholder, **_numbers(files.video_processor))
+    return Qwen3Video(placeholder=placeholder, **read_numbers(files.video_processor, "group"))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -105,16 +88,6 @@ def glm_video(files: FamilyFiles, placeholder: int) -> GlmVideo | None:
     if not files.video_processor:
         return None
     precise = files.config.get("model_type") == "glm46v"
-    return GlmVideo(placeholder=placeholder, precise=precise, **_numbers(files.video_processor))
-
-
-def _numbers(processor: Mapping[str, Any]) -> dict[str, Any]:
-    size = processor.get("size") or {}
-    given = {
-        "group": processor.get("temporal_patch_size"),
-        "patch_size": processor.get("patch_size"),
-        "merge": processor.get("merge_size"),
-        "min_pixels": size.get("shortest_edge"),
-        "max_pixels": size.get("longest_edge"),
-    }
-    return {name: int(value) for name, value in given.items() if value}
+    return GlmVideo(
+        placeholder=placeholder, precise=precise, **read_numbers(files.video_processor, "group")
+    )

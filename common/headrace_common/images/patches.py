@@ -1,0 +1,69 @@
+"""Sizes of images and videos that become whole patches, for the families of Qwen-VL and GLM-V."""
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from .layout import ImageError
+
+MAX_ASPECT_RATIO = 200
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PixelBounds:
+    """`side` is that of a token in pixels. All frames together have so many pixels."""
+
+    side: int
+    least: int
+    most: int
+
+
+def whole_patches(
+    width: int, height: int, bounds: PixelBounds, *, frames: int = 1, counted: int | None = None
+) -> tuple[int, int]:
+    """Width and height that an image, or each of `frames`, is resized to. Raises ImageError.
+
+    Both are multiples of a token's side, the ratio stays nearly the same, and the pixels of so many
+    frames as `counted`, or else of all, are within the bounds. Rounds as transformers does (halves
+    to even numbers).
+    """
+    if max(width, height) > MAX_ASPECT_RATIO * min(width, height):
+        raise ImageError(
+            f"{width} x {height} pixels: one side is over {MAX_ASPECT_RATIO} times as long as the "
+            "other"
+        )
+    side = bounds.side
+    wide, high = round(width / side) * side, round(height / side) * side
+    pixels = (counted or frames) * wide * high
+    if pixels > bounds.most:
+        shrink = math.sqrt(frames * height * width / bounds.most)
+        wide = max(side, math.floor(width / shrink / side) * side)
+        high = max(side, math.floor(height / shrink / side) * side)
+    elif pixels < bounds.least:
+        grow = math.sqrt(bounds.least / (frames * height * width))
+        wide = math.ceil(width * grow / side) * side
+        high = math.ceil(height * grow / side) * side
+    return wide, high
+
+
+def enlarged(width: int, height: int, side: int) -> tuple[int, int]:
+    """Width and height with no side below `side`."""
+    if min(width, height) >= side:
+        return width, height
+    scale = max(side / height, side / width)
+    return int(width * scale), int(height * scale)
+
+
+def read_numbers(processor: Mapping[str, Any], frames: str) -> dict[str, Any]:
+    """The numbers that a processor's configuration gives; `frames` is the name of that of frames
+    that are read together."""
+    size = processor.get("size") or {}
+    given = {
+        frames: processor.get("temporal_patch_size"),
+        "patch_size": processor.get("patch_size"),
+        "merge": processor.get("merge_size"),
+        "min_pixels": size.get("shortest_edge"),
+        "max_pixels": size.get("longest_edge"),
+    }
+    return {name: int(value) for name, value in given.items() if value}
