@@ -12,7 +12,7 @@ MAX_ASPECT_RATIO = 200
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PixelBounds:
-    """`side` is that of a token in pixels. All frames together have so many pixels."""
+    """`side` is that of a token in pixels. All frames together have from `least` to `most` pixels."""
 
     side: int
     least: int
@@ -24,9 +24,9 @@ def whole_patches(
 ) -> tuple[int, int]:
     """Width and height that an image, or each of `frames`, is resized to. Raises ImageError.
 
-    Both are multiples of a token's side, the ratio stays nearly the same, and the pixels of so many
-    frames as `counted`, or else of all, are within the bounds. Rounds as transformers does (halves
-    to even numbers).
+    Both are multiples of a token's side, the ratio stays nearly the same, and the pixels of
+    `counted` frames, or else of all, are within the bounds. Rounds as transformers does (halves to
+    even numbers).
     """
     if max(width, height) > MAX_ASPECT_RATIO * min(width, height):
         raise ImageError(
