@@ -12,7 +12,7 @@ MAX_ASPECT_RATIO = 200
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PixelBounds:
-    """`side` is that of a token in pixels. All frames together have from `least` to `most` pixels."""
+    """`side` is that of a token in pixels. All frames together have `least` to `most` pixels."""
 
     side: int
     least: int
