@@ -2,8 +2,6 @@
 transformers', one picture is encoded once, and answers about them survive their engine."""
 
 import asyncio
-import base64
-import io
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -19,7 +17,8 @@ from PIL import Image
 from torch.nn.functional import normalize
 
 from headrace_testing.dual_encoders import Input, features, save_dual_encoder
-from headrace_testing.image_prompts import ImagePrompts, Video, noise, save_chat_model, video
+from headrace_testing.image_prompts import ImagePrompts, Video, noise, png, save_chat_model, video
+from headrace_testing.images import image_part, video_part
 from headrace_testing.late_interaction import NAMES as LATE
 from headrace_testing.late_interaction import Reference, save_late_interaction
 from headrace_testing.processes import Starter, frozen, until
@@ -61,18 +60,11 @@ def two_engines(model: Path, folder: Path, start: Starter) -> Iterator[Stack]:
         stack.close()
 
 
-def data_url(picture: Image.Image) -> str:
-    file = io.BytesIO()
-    picture.save(file, "PNG")
-    return "data:image/png;base64," + base64.b64encode(file.getvalue()).decode()
-
-
 def part(shown: Image.Image | Video) -> dict[str, Any]:
     """A picture or a video as a part of a chat's message."""
-    if isinstance(shown, Image.Image):
-        return {"type": "image_url", "image_url": {"url": data_url(shown)}}
-    frames = ",".join(data_url(frame).partition(",")[2] for frame in shown.frames)
-    return {"type": "video_url", "video_url": {"url": f"data:video/jpeg;base64,{frames}"}}
+    if isinstance(shown, Video):
+        return video_part(*map(png, shown.frames))
+    return image_part(png(shown))
 
 
 class Answer:
@@ -172,7 +164,7 @@ def test_vectors_of_pictures_are_stored(
 ) -> None:
     picture = noise(40, 32, 4)
     content = [
-        {"type": "image_url", "image_url": {"url": data_url(picture)}},
+        part(picture),
         {"type": "text", "text": "the cat"},
     ]
     body = {"model": MODEL, "messages": [{"role": "user", "content": content}]}
@@ -199,7 +191,7 @@ def test_queries_and_pages_have_a_vector_for_each_token(
 ) -> None:
     model = save_late_interaction(tmp_path / name, name)
     reference, picture, text = Reference(model), noise(40, 32, 4), "cat sat on"
-    image = {"type": "image_url", "image_url": {"url": data_url(picture)}}
+    image = part(picture)
     asked: list[tuple[dict[str, Any], torch.Tensor]] = [
         ({"messages": [{"role": "user", "content": [image]}]}, reference.of_image(picture)),
         ({"input": [text]}, reference.of_query(text)),
@@ -216,7 +208,7 @@ def test_queries_and_pages_have_a_vector_for_each_token(
 def test_pictures_and_texts_have_vectors_in_one_space(tmp_path: Path, start: Starter) -> None:
     model = save_dual_encoder(tmp_path / "clip", "clip")
     picture = noise(40, 32, 4)
-    image = {"type": "image_url", "image_url": {"url": data_url(picture)}}
+    image = part(picture)
     asked: list[tuple[dict[str, Any], Input]] = [
         ({"messages": [{"role": "user", "content": [image]}]}, picture),
         ({"input": [1, 9, 4, 2]}, [1, 9, 4, 2]),

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import msgpack
 
-from .layout import ImageError
+from .layout import ImageError, ImageLayout, VideoFormat
 
 # No image begins so.
 _MAGIC = b"\x00headrace-frames\x00"
@@ -27,6 +27,19 @@ class FrameGroup:
         """The bytes that stand for an image's."""
         packed: bytes = msgpack.packb([self.width, self.height, list(self.frames)])
         return _MAGIC + packed
+
+
+def group_frames(
+    form: VideoFormat, frames: Sequence[bytes], width: int, height: int
+) -> tuple[list[FrameGroup], ImageLayout]:
+    """The groups of a video's frames, which have this size in pixels, and the layout of each.
+    Raises ImageError."""
+    wide, high = form.resized(len(frames), width, height)
+    groups = [
+        FrameGroup(width=wide, height=high, frames=frames[first : first + form.group])
+        for first in form.groups(len(frames))
+    ]
+    return groups, form.layout(wide, high)
 
 
 def decode_frames(data: bytes) -> FrameGroup | None:

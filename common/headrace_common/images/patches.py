@@ -2,7 +2,6 @@
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any
 
 from .layout import ImageError
@@ -10,38 +9,35 @@ from .layout import ImageError
 MAX_ASPECT_RATIO = 200
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PixelBounds:
-    """`side` is that of a token in pixels. All frames together have `least` to `most` pixels."""
-
-    side: int
-    least: int
-    most: int
-
-
 def whole_patches(
-    width: int, height: int, bounds: PixelBounds, *, frames: int = 1, counted: int | None = None
+    width: int,
+    height: int,
+    side: int,
+    pixels: tuple[int, int],
+    *,
+    frames: int = 1,
+    counted: int | None = None,
 ) -> tuple[int, int]:
     """Width and height that an image, or each of `frames`, is resized to. Raises ImageError.
 
-    Both are multiples of a token's side, the ratio stays nearly the same, and the pixels of
-    `counted` frames, or else of all, are within the bounds. Rounds as transformers does (halves to
-    even numbers).
+    Both are multiples of a token's `side`, the ratio stays nearly the same, and `counted` frames,
+    or else all, have from the first to the second number of `pixels` together. Rounds as
+    transformers does (halves to even numbers).
     """
     if max(width, height) > MAX_ASPECT_RATIO * min(width, height):
         raise ImageError(
             f"{width} x {height} pixels: one side is over {MAX_ASPECT_RATIO} times as long as the "
             "other"
         )
-    side = bounds.side
+    least, most = pixels
     wide, high = round(width / side) * side, round(height / side) * side
-    pixels = (counted or frames) * wide * high
-    if pixels > bounds.most:
-        shrink = math.sqrt(frames * height * width / bounds.most)
+    total = (counted or frames) * wide * high
+    if total > most:
+        shrink = math.sqrt(frames * height * width / most)
         wide = max(side, math.floor(width / shrink / side) * side)
         high = max(side, math.floor(height / shrink / side) * side)
-    elif pixels < bounds.least:
-        grow = math.sqrt(bounds.least / (frames * height * width))
+    elif total < least:
+        grow = math.sqrt(least / (frames * height * width))
         wide = math.ceil(width * grow / side) * side
         high = math.ceil(height * grow / side) * side
     return wide, high

@@ -8,7 +8,7 @@ from typing import Any
 from ..wire.images import Grid
 from .family import FamilyFiles
 from .layout import ImageFormat, VideoFormat
-from .patches import PixelBounds, whole_patches
+from .patches import whole_patches
 from .video import qwen3_video
 
 
@@ -60,5 +60,5 @@ class QwenVLImages(ImageFormat):
     def resized(self, width: int, height: int) -> tuple[int, int]:
         """Width and height that the image is resized to. Raises ImageError."""
         side = self.patch_size * self.merge
-        bounds = PixelBounds(side=side, least=self.min_pixels, most=self.max_pixels)
-        return whole_patches(width, height, bounds, frames=self.frames)
+        pixels = self.min_pixels, self.max_pixels
+        return whole_patches(width, height, side, pixels, frames=self.frames)

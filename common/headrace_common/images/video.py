@@ -7,7 +7,7 @@ from typing import Any
 from ..wire.images import Grid
 from .family import FamilyFiles
 from .layout import ImageError, ImageLayout, VideoFormat
-from .patches import PixelBounds, enlarged, read_numbers, whole_patches
+from .patches import enlarged, read_numbers, whole_patches
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,10 +30,10 @@ class PatchedVideo(VideoFormat):
         if frames < self.group:
             raise ImageError(f"the model reads {self.group} frames of a video together: send more")
         side = self.patch_size * self.merge
-        bounds = PixelBounds(side=side, least=self.min_pixels, most=self.max_pixels)
+        pixels = self.min_pixels, self.max_pixels
         counted = round(frames / self.group) * self.group
         width, height = enlarged(width, height, side)
-        return whole_patches(width, height, bounds, frames=frames, counted=counted)
+        return whole_patches(width, height, side, pixels, frames=frames, counted=counted)
 
     def layout(self, width: int, height: int) -> ImageLayout:
         grid: Grid = (1, height // self.patch_size, width // self.patch_size)

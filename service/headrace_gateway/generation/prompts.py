@@ -17,8 +17,8 @@ from headrace_common.text.long_text import PIECE_CHARS, NoCut
 from headrace_common.wire.images import ImageData, ImageSpan
 
 from ..errors import ApiError, invalid, too_long
-from ..images.intake import ImageIntake, ReadImage
-from ..images.videos import ReadVideo
+from ..images.intake import ImageIntake
+from ..images.read_images import ReadImage, ReadVideo
 from ..limits.budget import Budget
 from ..limits.json_shape import TOO_COMPLEX, check_shape
 from ..limits.work import Work, check_wanted, size_of
@@ -41,7 +41,8 @@ RESERVED_VARIABLES = frozenset(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChatOptions:
-    """How a chat becomes a prompt. Its videos have this many frames, and frames a second."""
+    """How a chat becomes a prompt. `videos` are the numbers of frames of its videos, of which
+    `video_fps` are a second."""
 
     add_generation_prompt: bool = True
     continue_final_message: bool = False

@@ -11,7 +11,6 @@ from functools import partial
 from typing import Any
 
 from headrace_common.images.check import PRELOAD, ImageSize, size_or_fault
-from headrace_common.images.layout import ImageError, ImageFormat, ImageLayout
 from headrace_common.pools.fair_slots import FairSlots, SlotsFull
 from headrace_common.pools.limited_pool import KillReason, LimitedPool, TaskKilled, TaskLimits
 from headrace_common.protocol.batches import FileNotStored, StoredFile
@@ -31,8 +30,8 @@ from .data_urls import (
 )
 from .fetching import BUSY, Fetcher
 from .held_images import HeldImages, HeldImagesFull, Key
+from .read_images import ReadImage, ReadVideo
 from .uploads import UploadedImages, not_stored
-from .videos import ReadVideo
 
 # Uploaded images that are read from Redis at once.
 MOST_LOADS = 4
@@ -58,22 +57,6 @@ class ImageLimits:
     pixels: int
     held_bytes: int
     workers: int
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ReadImage:
-    """An image that was decoded. `name` is that of its field, for errors."""
-
-    name: str
-    data: ImageData
-    size: ImageSize
-
-    def layout(self, form: ImageFormat) -> ImageLayout:
-        """Returns its tokens for a model. Raises ApiError."""
-        try:
-            return form.layout(self.size.width, self.size.height)
-        except ImageError as error:
-            raise invalid_image(self.name, str(error)) from error
 
 
 class ImageIntake:
@@ -169,7 +152,7 @@ class ImageIntake:
             await self._read_bytes(f"{name}[{number}]", frame, work)
             for number, frame in enumerate(await work.run(len(url), decode))
         ]
-        return ReadVideo(name=name, frames=[(frame.data, frame.size) for frame in frames])
+        return ReadVideo(name=name, frames=frames)
 
     async def _read_bytes(self, name: str, encoded: bytes, work: Work) -> ReadImage:
         content = await work.run(len(encoded), partial(content_hash, encoded))

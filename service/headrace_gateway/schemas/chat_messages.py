@@ -125,8 +125,7 @@ class UploadedFile(Body):
 
 @dataclass(frozen=True, slots=True)
 class ImageSource:
-    """Where an image of a request, or with `video` a video, is: at a URL, or else in an uploaded
-    file.
+    """Where an image of a request is, with `video` a video: at a URL, or else in an uploaded file.
 
     `name` is the name of the field with it, for errors.
     """

@@ -14,7 +14,7 @@ import transformers
 from PIL import Image
 from tokenizers import AddedToken, Tokenizer
 
-from headrace_common.images.frames import FrameGroup
+from headrace_common.images.frames import FrameGroup, group_frames
 from headrace_common.images.gemma4 import Gemma4Images
 from headrace_common.images.layout import ImageFormat, ImageLayout, PromptTokens, expand
 from headrace_common.images.llama4 import Llama4Images
@@ -113,7 +113,7 @@ class ImageRequests:
             else:
                 layout = self._form.layout(*part.size)
                 short.append(NO_TEXT)
-                data = [_png(part)]
+                data = [png(part)]
             encoded += data
             found += [(image_digest(each, b""), layout) for each in data]
         ids, spans = expand({NO_TEXT}, short, found)
@@ -121,12 +121,8 @@ class ImageRequests:
         return ids, self._reader.place(spans, pixels)
 
     def groups(self, video: Video) -> tuple[list[FrameGroup], ImageLayout]:
-        form, frames = self._form.video, [_png(frame) for frame in video.frames]
-        assert form is not None
-        wide, high = form.resized(len(frames), *video.frames[0].size)
-        parts = [frames[first : first + form.group] for first in form.groups(len(frames))]
-        groups = [FrameGroup(width=wide, height=high, frames=part) for part in parts]
-        return groups, form.layout(wide, high)
+        assert self._form.video is not None
+        return group_frames(self._form.video, list(map(png, video.frames)), *video.frames[0].size)
 
     @cached_property
     def _form(self) -> ImageFormat:
@@ -285,7 +281,8 @@ def _key(part: int | Image.Image | Video) -> object:
     return type(part), tuple((frame.size, frame.tobytes()) for frame in frames)
 
 
-def _png(image: Image.Image) -> bytes:
+def png(image: Image.Image) -> bytes:
+    """An encoded picture."""
     file = io.BytesIO()
     image.save(file, "PNG")
     return file.getvalue()

@@ -37,7 +37,7 @@ def test_frames_are_resized_as_by_transformers(
 
 
 def test_times_are_written_as_by_transformers() -> None:
-    """That of Qwen's pair is its middle, of an odd frame its own; GLM's is that of the first."""
+    """Qwen has the middle of a pair's times, or a single frame's time, GLM that of the first."""
     times = [0.0, 0.5, 1.0, 1.5, 62.25]
     qwen, glm = Qwen3Video(placeholder=1), GlmVideo(placeholder=1, precise=True)
     assert re.findall("<([0-9.]+) seconds>", qwen.text(times)) == ["0.2", "1.2", "62.2"]

@@ -43,12 +43,6 @@ async def serving(folder: Path) -> AsyncIterator[Gateway]:
         yield running
 
 
-@pytest_asyncio.fixture(loop_scope="session")
-async def vision(serving: Gateway) -> Gateway:
-    serving.engine.reset()
-    return serving
-
-
 def text_part(text: str) -> dict[str, Any]:
     return {"type": "text", "text": text}
 

@@ -40,12 +40,6 @@ async def serving(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Gat
         yield running
 
 
-@pytest_asyncio.fixture(loop_scope="session")
-async def vision(serving: Gateway) -> Gateway:
-    serving.engine.reset()
-    return serving
-
-
 def shown(seconds: float, tokens: int) -> str:
     return f"<{seconds} seconds><|vision_start|>{VIDEO_TOKEN * tokens}<|vision_end|>"
 

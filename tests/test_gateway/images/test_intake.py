@@ -12,7 +12,8 @@ from headrace_common.images.check import ImageSize
 from headrace_common.pools.limited_pool import LimitedPool
 from headrace_gateway.errors import ApiError
 from headrace_gateway.images.held_images import HeldImages, HeldImagesFull
-from headrace_gateway.images.intake import ImageIntake, ReadImage
+from headrace_gateway.images.intake import ImageIntake
+from headrace_gateway.images.read_images import ReadImage
 from headrace_gateway.limits.work import Work, WorkPool
 from headrace_gateway.schemas.chat_messages import ImageSource
 from headrace_gateway.telemetry.metrics import ImageResult

@@ -34,12 +34,6 @@ async def serving(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Gat
 
 
 @pytest_asyncio.fixture(loop_scope="session")
-async def vision(serving: Gateway) -> Gateway:
-    serving.engine.reset()
-    return serving
-
-
-@pytest_asyncio.fixture(loop_scope="session")
 async def address(vision: Gateway, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[str]:
     """The URL of a picture on a host that the gateway may fetch from."""
 

@@ -62,10 +62,6 @@ async def _card(services: Services, model: ServedModel) -> dict[str, Any]:
 
 
 def _modalities(model: ServedModel) -> list[str]:
-    form = model.images
-    read = {
-        "text": True,
-        "image": form is not None,
-        "video": form is not None and form.video is not None,
-    }
-    return [name for name, known in read.items() if known]
+    if model.images is None:
+        return ["text"]
+    return ["text", "image"] if model.images.video is None else ["text", "image", "video"]
