@@ -8,7 +8,7 @@ from typing import Any
 
 from ..wire.images import Grid
 from .family import FamilyFiles
-from .layout import ImageError, ImageFormat, ImageLayout, VideoFormat
+from .layout import ImageError, ImageFormat, ImageLayout, VideoFormat, clock
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -86,9 +86,8 @@ class Gemma4Video(VideoFormat):
     def processor_options(self) -> Mapping[str, Any]:
         return {"do_resize": False, "max_soft_tokens": self.frames.most}
 
-    def text(self, times: Sequence[float]) -> str:
-        seconds = map(int, times)
-        return " ".join(f"{each // 60:02d}:{each % 60:02d} {self.written}" for each in seconds)
+    def text(self, frames: int, fps: float) -> str:
+        return " ".join(f"{clock(number / fps)} {self.written}" for number in range(frames))
 
     def resized(self, frames: int, width: int, height: int) -> tuple[int, int]:
         _, rows, columns = self.frames.grid(width, height)
