@@ -8,7 +8,7 @@ from typing import Any
 
 from ..wire.images import Grid
 from .family import FamilyFiles
-from .layout import ImageError, ImageFormat, ImageLayout, VideoFormat, clock
+from .layout import ImageError, ImageFormat, VideoFormat, clock
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -93,7 +93,8 @@ class Gemma4Video(VideoFormat):
         _, rows, columns = self.frames.grid(width, height)
         return columns * self.frames.patch_size, rows * self.frames.patch_size
 
-    def layout(self, width: int, height: int) -> ImageLayout:
-        side = self.frames.patch_size
-        grid: Grid = (1, height // side, width // side)
-        return ImageLayout(token_ids=self.frames.token_ids(grid), grid=grid)
+    def grid(self, width: int, height: int) -> Grid:
+        return 1, height // self.frames.patch_size, width // self.frames.patch_size
+
+    def token_ids(self, grid: Grid) -> Sequence[int]:
+        return self.frames.token_ids(grid)

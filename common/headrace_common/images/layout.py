@@ -9,6 +9,9 @@ from ..errors import HeadraceError
 from ..text.errors import TokenizerError
 from ..wire.images import Grid, ImageSpan
 
+# How many frames of a video are a second, from one in days to more than those of any camera.
+MIN_FPS, MAX_FPS = 1e-6, 1000.0
+
 
 class ImageError(HeadraceError):
     """An image that cannot be read, or that the model cannot take; the message says why."""
@@ -43,8 +46,8 @@ class VideoFormat(ABC):
     The chat template writes `written` once for each video. The tower reads `group` frames together;
     the last one is repeated where a group has fewer. The token `placeholder` stands for a group in
     a prompt, and is the one that embeddings replace. With `ended` the last group has one more of
-    it. `processor_options` are arguments of transformers' image processor for frames. Where `shown`
-    is not set, the template does not write videos, and gets `written` as a text.
+    it. `processor_options` are arguments of transformers' image processor for frames. Without
+    `shown` the template does not write videos, and gets `written` as a text.
     """
 
     placeholder: int
@@ -79,8 +82,18 @@ class VideoFormat(ABC):
         ImageError."""
 
     @abstractmethod
+    def grid(self, width: int, height: int) -> Grid:
+        """The grid of a group whose frames were resized to this size, see ImageSpan."""
+
+    @abstractmethod
+    def token_ids(self, grid: Grid) -> Sequence[int]:
+        """The tokens of a group with this grid. Raises TokenizerError for a token that the
+        tokenizer does not have."""
+
     def layout(self, width: int, height: int) -> ImageLayout:
         """The layout of a group whose frames were resized to this size."""
+        grid = self.grid(width, height)
+        return ImageLayout(token_ids=self.token_ids(grid), grid=grid)
 
     def write(self, text: str, videos: Sequence[tuple[int, float]]) -> str:
         """The text of a prompt with videos, given as for `text`, in order.
@@ -94,6 +107,18 @@ class VideoFormat(ABC):
             )
         texts = [*(self.text(*video) for video in videos), ""]
         return "".join(part for pair in zip(between, texts, strict=True) for part in pair)
+
+    def show(self, messages: Any) -> Any:
+        """Messages for the chat template, in which texts of users cannot have special tokens."""
+        if self.shown:
+            return messages
+        written = {"type": "text", "text": self.written}
+        return [
+            {**message, "content": [written if _is_video(part) else part for part in content]}
+            if isinstance(content := message.get("content"), list)
+            else message
+            for message in messages
+        ]
 
     def groups(self, frames: int) -> range:
         """The first frame of each group."""
@@ -206,6 +231,10 @@ def expand(
         spans.append(ImageSpan(digest=digest, start=len(ids), length=length, grid=layout.grid))
         ids += layout.token_ids
     return ids, tuple(spans)
+
+
+def _is_video(part: Any) -> bool:
+    return isinstance(part, Mapping) and part.get("type") == "video"
 
 
 def clock(seconds: float) -> str:

@@ -8,7 +8,7 @@ from typing import Any
 
 from ..wire.images import Grid
 from .family import FamilyFiles
-from .layout import ImageFormat, ImageLayout, VideoFormat
+from .layout import ImageFormat, VideoFormat
 
 # Tiles of transformers' default, in both directions.
 MOST_TILES = 6
@@ -107,9 +107,12 @@ class LlavaOnevisionVideo(VideoFormat):
     def resized(self, frames: int, width: int, height: int) -> tuple[int, int]:
         return self.tile, self.tile
 
-    def layout(self, width: int, height: int) -> ImageLayout:
+    def grid(self, width: int, height: int) -> Grid:
         side = math.ceil(self.side / 2)
-        return ImageLayout(token_ids=(self.placeholder,) * side**2, grid=(1, side, side))
+        return 1, side, side
+
+    def token_ids(self, grid: Grid) -> Sequence[int]:
+        return (self.placeholder,) * (grid[1] * grid[2])
 
 
 def _video(config: Mapping[str, Any], tile: int, side: int) -> LlavaOnevisionVideo | None:

@@ -1,14 +1,15 @@
 """Images and videos of SmolVLM: images are those of Idefics 3; frames of videos are images that are
 not split, each after its time."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from typing import Any
 
+from ..wire.images import Grid
 from .family import FamilyFiles
 from .idefics3 import WHOLE, Idefics3Images
-from .layout import ImageLayout, VideoFormat, clock
+from .layout import VideoFormat, clock
 
 _BELOW_TWENTY = (
     "zero one two three four five six seven eight nine ten eleven twelve thirteen fourteen fifteen "
@@ -48,8 +49,11 @@ class SmolVLMVideo(VideoFormat):
     def resized(self, frames: int, width: int, height: int) -> tuple[int, int]:
         return width, height
 
-    def layout(self, width: int, height: int) -> ImageLayout:
-        return self.frames.layout(width, height)
+    def grid(self, width: int, height: int) -> Grid:
+        return self.frames.grid(width, height)
+
+    def token_ids(self, grid: Grid) -> Sequence[int]:
+        return self.frames.token_ids(grid)
 
 
 def smolvlm_images(files: FamilyFiles) -> Idefics3Images | None:

@@ -7,7 +7,7 @@ from typing import Any
 
 from ..wire.images import Grid
 from .family import FamilyFiles
-from .layout import ImageError, ImageLayout, VideoFormat
+from .layout import ImageError, VideoFormat
 from .patches import enlarged, qwen_numbers, read_numbers, whole_patches
 
 _PAD = "<|video_pad|>"
@@ -38,10 +38,11 @@ class PatchedVideo(VideoFormat):
         width, height = enlarged(width, height, side)
         return whole_patches(width, height, side, pixels, frames=frames, counted=counted)
 
-    def layout(self, width: int, height: int) -> ImageLayout:
-        grid: Grid = (1, height // self.patch_size, width // self.patch_size)
-        tokens = (self.placeholder,) * (grid[1] * grid[2] // self.merge**2)
-        return ImageLayout(token_ids=tokens, grid=grid)
+    def grid(self, width: int, height: int) -> Grid:
+        return 1, height // self.patch_size, width // self.patch_size
+
+    def token_ids(self, grid: Grid) -> Sequence[int]:
+        return (self.placeholder,) * (grid[1] * grid[2] // self.merge**2)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -267,20 +267,9 @@ def _protected(
         "add_generation_prompt": options.add_generation_prompt,
         "continue_final_message": options.continue_final_message,
     }
-    form = None if model.images is None else model.images.video
-    if form is not None and not form.shown:
-        _write_videos(chat["messages"], form.written)
+    if model.images is not None and model.images.video is not None:
+        chat["messages"] = model.images.video.show(chat["messages"])
     return chat, size
-
-
-def _write_videos(messages: list[dict[str, Any]], written: str) -> None:
-    """Puts a text in the place of each video. Users cannot write it: their texts are protected."""
-    for message in messages:
-        if isinstance(message["content"], list):
-            message["content"] = [
-                {"type": "text", "text": written} if part["type"] == "video" else part
-                for part in message["content"]
-            ]
 
 
 def _encoded(

@@ -28,7 +28,7 @@ from headrace_engine.core.request import EngineRequest
 from headrace_engine.models.vision.image_reader import ImageReader, read_format
 from headrace_engine.models.vision.llama4_tiles import llama4_tiles
 
-from .checkpoints import MARGIN, make_tokenizer, save_checkpoint
+from .checkpoints import MARGIN, save_checkpoint
 from .draft_heads import change_config
 from .engines import greedy
 
@@ -86,7 +86,7 @@ def save_chat_model(
     line breaks, and with a chat template. `field` of config.json has the placeholder's id;
     `options` are those of save_checkpoint."""
     save_checkpoint(folder, name, **options)
-    tokenizer = make_tokenizer()
+    tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
     tokenizer.add_special_tokens([AddedToken(placeholder, special=True)])
     tokenizer.add_tokens([AddedToken("\n\n", normalized=False)])
     around = ("<|vision_start|>", VIDEO_TOKEN, "<|vision_end|>")
@@ -141,7 +141,9 @@ class ImageRequests:
 
     @cached_property
     def _reader(self) -> ImageReader:
-        return ImageReader(self._folder, self._form)
+        form = read_format(load_checkpoint(str(self._folder)))  # without a tokenizer, as engines
+        assert form is not None
+        return ImageReader(self._folder, form)
 
 
 class ImagePrompts(ImageRequests):

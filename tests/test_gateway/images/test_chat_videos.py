@@ -118,7 +118,9 @@ async def test_what_is_no_video_is_refused(
     assert re.search(message, error["message"]), error["message"]
 
 
-@pytest.mark.parametrize("given", [{"fps": 0}, {"fps": "2"}, {"fps": 1, "num_frames": 3}])
+@pytest.mark.parametrize(
+    "given", [{"fps": 0}, {"fps": 1e-9}, {"fps": "2"}, {"fps": 1, "num_frames": 3}]
+)
 async def test_wrong_frame_rates_are_refused(vision: Gateway, given: dict[str, Any]) -> None:
     messages = user(video_part(*FRAMES[:2]))
     answer = await vision.chat(messages=messages, media_io_kwargs={"video": given})

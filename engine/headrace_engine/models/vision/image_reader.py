@@ -60,10 +60,17 @@ class ImageReader:
         self.alone = form.alone
 
     def read(
-        self, spans: Sequence[ImageSpan], images: Sequence["Image"]
+        self, spans: Sequence[ImageSpan], images: Sequence["Image | FrameGroup[Image]"]
     ) -> tuple[PromptImage, ...]:
-        """The images of a prompt, in RGB. Raises RequestError if one cannot be read."""
-        return self.place(spans, [self.pixels(*pair) for pair in zip(spans, images, strict=True)])
+        """The images and groups of frames of a prompt, in RGB. Raises RequestError if one cannot be
+        read."""
+        pixels = [
+            self.frame_pixels(span, image)
+            if isinstance(image, FrameGroup)
+            else self.pixels(span, image)
+            for span, image in zip(spans, images, strict=True)
+        ]
+        return self.place(spans, pixels)
 
     def place(
         self, spans: Sequence[ImageSpan], pixels: Sequence[Pixels]
@@ -99,7 +106,7 @@ class ImageReader:
         video, frames, size = self._form.video, group.frames, (group.width, group.height)
         if video is None or not 0 < len(frames) <= video.group:
             raise RequestError(f"the model does not read {len(frames)} frames together")
-        _check_grid(video.layout(*size).grid, span)
+        _check_grid(video.grid(*size), span)
         resized = [frame.resize(size, resample=BICUBIC) for frame in frames]
         resized += resized[-1:] * (video.group - len(resized))
         options = video.processor_options
