@@ -42,6 +42,7 @@ def environment(
         *queue,
         *_sealing(platform),
         *source.env,
+        *adapters(spec).env,
         *_identity(service, platform),
         *own,
     ):
