@@ -337,6 +337,7 @@ def _worker_config(
         block_size=settings.block_size,
         kv_bytes_per_token=kv_bytes_per_token,
         lookahead=settings.taken_ahead,
+        low_priority_share=settings.low_priority_share,
         version=version("headrace"),
         beat_interval=settings.beat_interval,
         drain_timeout=settings.drain_timeout,

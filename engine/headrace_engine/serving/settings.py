@@ -261,6 +261,13 @@ class EngineSettings(BaseSettings):
         description="requests taken beyond those that can start, for the policy to choose from; "
         "default: 0 with fcfs, else max_num_seqs",
     )
+    low_priority_share: float = Field(
+        1.0,
+        gt=0,
+        le=1,
+        description="share of max_num_seqs up to which requests of low priority, such as those of "
+        "batches, are taken; the rest stays free for others",
+    )
     threads: int | None = Field(None, ge=1, description="CPU threads; default: torch's choice")
 
     deterministic: bool = Field(

@@ -182,6 +182,12 @@ def test_engines_fetch_adapters_from_object_storage_with_a_secret() -> None:
     }
 
 
+def test_low_priority_that_yields_leaves_room_on_engines() -> None:
+    scaling = {"lowPriority": "Yield", "targets": {"utilization": 0.6}}
+    assert env(scaling=scaling)["HEADRACE_ENGINE_LOW_PRIORITY_SHARE"] == "0.6"
+    assert "HEADRACE_ENGINE_LOW_PRIORITY_SHARE" not in env(), "older images do not know it"
+
+
 def test_adapters_in_a_known_object_store_change_no_pod() -> None:
     more = [{"name": "sql", "uri": "s3://adapters/sql"}]
     assert pod(lora={"adapters": more, "objectStorage": {}}) == pod(
