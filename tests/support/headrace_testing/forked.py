@@ -18,10 +18,12 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 from threading import Lock
 
+import pytest
+
 from headrace_cli.processes.guard import die_with_parent
 from headrace_testing.processes import Running
 
-_PRELOADED = ["headrace_testing.forked_imports"]
+_PRELOADED = "headrace_testing.forked_imports"
 
 
 @cache
@@ -31,8 +33,11 @@ def _start_server() -> None:
     server = forkserver.ForkServer()
     for name in ("connect_to_new_process", "ensure_running", "set_forkserver_preload"):
         setattr(forkserver, name, getattr(server, name))
-    server.set_forkserver_preload(_PRELOADED)
-    server.ensure_running()
+    server.set_forkserver_preload([_PRELOADED])
+    # Python 3.11 gives the server the path for modules only after it has imported them.
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PYTHONPATH", str(Path(__file__).parents[1]), prepend=os.pathsep)
+        server.ensure_running()
 
 
 class Forge:
@@ -90,6 +95,7 @@ def _become(
     module: str, arguments: Sequence[str], log: str, env: Mapping[str, str], prepare: str | None
 ) -> None:
     """Turns this process into `python -m module arguments`; does not return."""
+    assert _PRELOADED in sys.modules, "the fork server has imported nothing"
     if sys.platform == "linux":
         die_with_parent()
     # otherwise it could not start processes itself
