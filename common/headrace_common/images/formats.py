@@ -25,6 +25,7 @@ from .llava_onevision import LlavaOnevisionImages
 from .paligemma import PaliGemmaImages
 from .pixtral import PixtralImages
 from .qwen_vl import QwenVLImages
+from .smolvlm import smolvlm_images
 
 # Makes a family's format from a checkpoint's files; None if they do not say enough.
 FamilyReader = Callable[[FamilyFiles], ImageFormat | None]
@@ -42,12 +43,12 @@ FAMILIES: dict[str, FamilyReader] = {
     "glm46v": Glm4vImages.from_files,
     "idefics3": Idefics3Images.from_files,
     "siglip": DualImages.from_files,
-    "smolvlm": Idefics3Images.from_files,
+    "smolvlm": smolvlm_images,
     "llama4": Llama4Images.from_files,
     "llava_onevision": LlavaOnevisionImages.from_files,
     "mistral3": PixtralImages.from_files,
-    "qwen2_vl": QwenVLImages.from_files,
-    "qwen2_5_vl": QwenVLImages.from_files,
+    "qwen2_vl": QwenVLImages.of_qwen2,
+    "qwen2_5_vl": QwenVLImages.of_qwen2,
     "qwen3_vl": QwenVLImages.of_qwen3,
     "qwen3_vl_moe": QwenVLImages.of_qwen3,
     "qwen3_5": QwenVLImages.of_qwen3,

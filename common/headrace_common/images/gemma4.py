@@ -8,7 +8,7 @@ from typing import Any
 
 from ..wire.images import Grid
 from .family import FamilyFiles
-from .layout import ImageError, ImageFormat, ImageLayout, VideoFormat
+from .layout import ImageError, ImageFormat, VideoFormat, clock
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -86,15 +86,15 @@ class Gemma4Video(VideoFormat):
     def processor_options(self) -> Mapping[str, Any]:
         return {"do_resize": False, "max_soft_tokens": self.frames.most}
 
-    def text(self, times: Sequence[float]) -> str:
-        seconds = map(int, times)
-        return " ".join(f"{each // 60:02d}:{each % 60:02d} {self.written}" for each in seconds)
+    def text(self, frames: int, fps: float) -> str:
+        return " ".join(f"{clock(number / fps)} {self.written}" for number in range(frames))
 
     def resized(self, frames: int, width: int, height: int) -> tuple[int, int]:
         _, rows, columns = self.frames.grid(width, height)
         return columns * self.frames.patch_size, rows * self.frames.patch_size
 
-    def layout(self, width: int, height: int) -> ImageLayout:
-        side = self.frames.patch_size
-        grid: Grid = (1, height // side, width // side)
-        return ImageLayout(token_ids=self.frames.token_ids(grid), grid=grid)
+    def grid(self, width: int, height: int) -> Grid:
+        return 1, height // self.frames.patch_size, width // self.frames.patch_size
+
+    def token_ids(self, grid: Grid) -> Sequence[int]:
+        return self.frames.token_ids(grid)

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from ..wire.images import Grid
 from .family import FamilyFiles
-from .layout import ImageFormat, PromptTokens
+from .layout import ImageFormat, PromptTokens, VideoFormat
 
 AROUND, WHOLE = "<fake_token_around_image>", "<global-img>"
 # No side of an image is longer, whatever the configuration says.
@@ -27,6 +27,7 @@ class Idefics3Images(ImageFormat):
     side: int
     square_tokens: int
     split: bool
+    video: VideoFormat | None = None
 
     @classmethod
     def from_files(cls, files: FamilyFiles) -> "Idefics3Images | None":

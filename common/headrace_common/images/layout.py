@@ -2,12 +2,15 @@
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from ..errors import HeadraceError
 from ..text.errors import TokenizerError
 from ..wire.images import Grid, ImageSpan
+
+# How many frames of a video are a second, from one in days to more than those of any camera.
+MIN_FPS, MAX_FPS = 1e-6, 1000.0
 
 
 class ImageError(HeadraceError):
@@ -32,14 +35,19 @@ class ImageLayout:
     token_ids: Sequence[int]
     grid: Grid
 
+    def ended(self, placeholder: int) -> "ImageLayout":
+        """The same with one more token."""
+        return replace(self, token_ids=(*self.token_ids, placeholder))
+
 
 class VideoFormat(ABC):
     """How a model reads videos, whose frames have equal sizes.
 
     The chat template writes `written` once for each video. The tower reads `group` frames together;
     the last one is repeated where a group has fewer. The token `placeholder` stands for a group in
-    a prompt, and is the one that embeddings replace. `processor_options` are arguments of
-    transformers' image processor for frames.
+    a prompt, and is the one that embeddings replace. With `ended` the last group has one more of
+    it. `processor_options` are arguments of transformers' image processor for frames. Without
+    `shown` the template does not write videos, and gets `written` as a text.
     """
 
     placeholder: int
@@ -47,13 +55,26 @@ class VideoFormat(ABC):
     group: int
 
     @property
+    def ended(self) -> bool:
+        return False
+
+    @property
+    def shown(self) -> bool:
+        return True
+
+    @property
     def processor_options(self) -> Mapping[str, Any]:
         return {}
 
     @abstractmethod
-    def text(self, times: Sequence[float]) -> str:
-        """The text of a video whose frames were taken at these times, in seconds. It has the
-        placeholder once for each group."""
+    def text(self, frames: int, fps: float) -> str:
+        """The text of a video with this number of frames, of which `fps` are a second. It has
+        the placeholder once for each group."""
+
+    def times(self, groups: int, fps: float) -> Sequence[int] | None:
+        """With M-RoPE, the positions from a video's first group to each; None: groups have theirs
+        after each other, as images."""
+        return None
 
     @abstractmethod
     def resized(self, frames: int, width: int, height: int) -> tuple[int, int]:
@@ -61,11 +82,21 @@ class VideoFormat(ABC):
         ImageError."""
 
     @abstractmethod
+    def grid(self, width: int, height: int) -> Grid:
+        """The grid of a group whose frames were resized to this size, see ImageSpan."""
+
+    @abstractmethod
+    def token_ids(self, grid: Grid) -> Sequence[int]:
+        """The tokens of a group with this grid. Raises TokenizerError for a token that the
+        tokenizer does not have."""
+
     def layout(self, width: int, height: int) -> ImageLayout:
         """The layout of a group whose frames were resized to this size."""
+        grid = self.grid(width, height)
+        return ImageLayout(token_ids=self.token_ids(grid), grid=grid)
 
-    def write(self, text: str, videos: Sequence[Sequence[float]]) -> str:
-        """The text of a prompt with videos, given by the times of their frames, in order.
+    def write(self, text: str, videos: Sequence[tuple[int, float]]) -> str:
+        """The text of a prompt with videos, given as for `text`, in order.
 
         Raises PlaceholderMismatch.
         """
@@ -74,8 +105,20 @@ class VideoFormat(ABC):
             raise PlaceholderMismatch(
                 f"the prompt has {len(between) - 1} places for {len(videos)} videos"
             )
-        texts = [*map(self.text, videos), ""]
+        texts = [*(self.text(*video) for video in videos), ""]
         return "".join(part for pair in zip(between, texts, strict=True) for part in pair)
+
+    def show(self, messages: Any) -> Any:
+        """Messages for the chat template, in which texts of users cannot have special tokens."""
+        if self.shown:
+            return messages
+        written = {"type": "text", "text": self.written}
+        return [
+            {**message, "content": [written if _is_video(part) else part for part in content]}
+            if isinstance(content := message.get("content"), list)
+            else message
+            for message in messages
+        ]
 
     def groups(self, frames: int) -> range:
         """The first frame of each group."""
@@ -188,3 +231,12 @@ def expand(
         spans.append(ImageSpan(digest=digest, start=len(ids), length=length, grid=layout.grid))
         ids += layout.token_ids
     return ids, tuple(spans)
+
+
+def _is_video(part: Any) -> bool:
+    return isinstance(part, Mapping) and part.get("type") == "video"
+
+
+def clock(seconds: float) -> str:
+    """A time in minutes and seconds, as in prompts with videos."""
+    return f"{int(seconds) // 60:02d}:{int(seconds) % 60:02d}"

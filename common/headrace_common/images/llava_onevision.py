@@ -1,4 +1,5 @@
-"""Images of LLaVA-OneVision: the whole image as one square, then tiles of it, row by row."""
+"""Images and videos of LLaVA-OneVision: the whole image as one square, then tiles of it, row by
+row; a frame as one square with fewer tokens."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -7,7 +8,7 @@ from typing import Any
 
 from ..wire.images import Grid
 from .family import FamilyFiles
-from .layout import ImageFormat
+from .layout import ImageFormat, VideoFormat
 
 # Tiles of transformers' default, in both directions.
 MOST_TILES = 6
@@ -29,6 +30,7 @@ class LlavaOnevisionImages(ImageFormat):
     side: int
     canvases: tuple[tuple[int, int], ...]
     most: int
+    video: VideoFormat | None = None
 
     @classmethod
     def from_files(cls, files: FamilyFiles) -> "LlavaOnevisionImages | None":
@@ -37,15 +39,17 @@ class LlavaOnevisionImages(ImageFormat):
             return None
         processor, vision = files.image_processor, files.config.get("vision_config") or {}
         tile = int(vision.get("image_size", 384))
+        side = tile // int(vision.get("patch_size", 14))
         aspect = files.processor.get("vision_aspect_ratio") or files.config.get(
             "vision_aspect_ratio", "anyres_max_9"
         )
         return cls(
             placeholder=placeholder,
             tile=tile,
-            side=tile // int(vision.get("patch_size", 14)),
+            side=side,
             canvases=_canvases(processor, tile),
             most=int(str(aspect).removeprefix(ASPECT_PREFIX)),
+            video=_video(files.config, tile, side),
         )
 
     def grid(self, width: int, height: int) -> Grid:
@@ -76,6 +80,46 @@ class LlavaOnevisionImages(ImageFormat):
             return pixels, pixels - high * wide
 
         return max(self.canvases, key=kept)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LlavaOnevisionVideo(VideoFormat):
+    """Videos of LLaVA-OneVision: each frame is resized to a square of `tile` pixels, and has half
+    as many tokens as an image's in each direction. A token ends the video."""
+
+    placeholder: int
+    tile: int
+    side: int
+    written: str = "<video>"
+    group: int = 1
+
+    @property
+    def ended(self) -> bool:
+        return True
+
+    @property
+    def processor_options(self) -> Mapping[str, Any]:
+        return {"image_grid_pinpoints": [[self.tile, self.tile]]}
+
+    def text(self, frames: int, fps: float) -> str:
+        return self.written * frames
+
+    def resized(self, frames: int, width: int, height: int) -> tuple[int, int]:
+        return self.tile, self.tile
+
+    def grid(self, width: int, height: int) -> Grid:
+        side = math.ceil(self.side / 2)
+        return 1, side, side
+
+    def token_ids(self, grid: Grid) -> Sequence[int]:
+        return (self.placeholder,) * (grid[1] * grid[2])
+
+
+def _video(config: Mapping[str, Any], tile: int, side: int) -> LlavaOnevisionVideo | None:
+    placeholder = config.get("video_token_id", config.get("video_token_index"))
+    if not isinstance(placeholder, int):
+        return None
+    return LlavaOnevisionVideo(placeholder=placeholder, tile=tile, side=side)
 
 
 def _canvases(processor: Mapping[str, Any], tile: int) -> tuple[tuple[int, int], ...]:

@@ -7,6 +7,7 @@ from typing import Any
 from .layout import ImageError
 
 MAX_ASPECT_RATIO = 200
+_BOUNDS = ("min_pixels", "max_pixels")
 
 
 def whole_patches(
@@ -63,3 +64,9 @@ def read_numbers(processor: Mapping[str, Any], frames: str) -> dict[str, Any]:
         "max_pixels": size.get("longest_edge"),
     }
     return {name: int(value) for name, value in given.items() if value}
+
+
+def qwen_numbers(processor: Mapping[str, Any], frames: str) -> dict[str, Any]:
+    """The same for Qwen-VL, whose older files have other names for the bounds of pixels."""
+    older = {name: int(processor[name]) for name in _BOUNDS if processor.get(name)}
+    return read_numbers(processor, frames) | older

@@ -3,13 +3,12 @@ token."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 from ..wire.images import Grid
 from .family import FamilyFiles
 from .layout import ImageFormat, VideoFormat
-from .patches import whole_patches
-from .video import qwen3_video
+from .patches import qwen_numbers, whole_patches
+from .video import qwen2_video, qwen3_video
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,20 +32,18 @@ class QwenVLImages(ImageFormat):
         placeholder = files.image_token("<|image_pad|>")
         if placeholder is None:
             return None
-        processor = files.image_processor
-        size = processor.get("size") or {}
-        given = {
-            "patch_size": processor.get("patch_size"),
-            "merge": processor.get("merge_size"),
-            "min_pixels": processor.get("min_pixels") or size.get("shortest_edge"),
-            "max_pixels": processor.get("max_pixels") or size.get("longest_edge"),
-        }
-        numbers: dict[str, Any] = {name: int(value) for name, value in given.items() if value}
+        numbers = qwen_numbers(files.image_processor, "frames") | {"frames": 1}
         return cls(placeholder=placeholder, **numbers)
 
     @classmethod
+    def of_qwen2(cls, files: FamilyFiles) -> "QwenVLImages | None":
+        """The same, with videos of Qwen2-VL and Qwen2.5-VL."""
+        form = cls.from_files(files)
+        return None if form is None else replace(form, video=qwen2_video(files))
+
+    @classmethod
     def of_qwen3(cls, files: FamilyFiles) -> "QwenVLImages | None":
-        """The same, with videos."""
+        """The same, with videos of Qwen3-VL and Qwen 3.5."""
         form = cls.from_files(files)
         return None if form is None else replace(form, video=qwen3_video(files))
 

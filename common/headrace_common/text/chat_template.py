@@ -166,14 +166,17 @@ def encode_chat(
     add_generation_prompt: bool = True,
     continue_final_message: bool = False,
     most: int | None = None,
+    show: Callable[[Any], Any] | None = None,
     rewrite: Callable[[str], str] | None = None,
 ) -> list[int]:
     """Messages to prompt token ids: only the template's own special tokens are special.
 
-    `most` is the same as in Tokenizer.encode. `rewrite` changes the text before it is tokenised.
+    `most` is the same as in Tokenizer.encode. `show` changes the messages that the template gets,
+    and may add special tokens; `rewrite` changes the text before it is tokenised.
     """
+    shown = tokenizer.protect(messages)
     text = template.render(
-        tokenizer.protect(messages),
+        shown if show is None else show(shown),
         tools=tokenizer.protect(tools),
         documents=tokenizer.protect(documents),
         add_generation_prompt=add_generation_prompt,

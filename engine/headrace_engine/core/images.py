@@ -12,17 +12,20 @@ from headrace_common.wire.images import ImageSpan
 @dataclass(frozen=True, slots=True, weakref_slot=True, eq=False)
 class Pixels:
     """What a vision tower reads of an image: its arguments, by name, as the family's image
-    processor makes them."""
+    processor makes them. `number` and `time` are as in FrameGroup."""
 
     arrays: Mapping[str, npt.NDArray[Any]]
+    number: int = 0
+    time: int = 0
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PromptImage:
     """An image of a prompt; `pixels` are what the vision tower reads.
 
-    In the rotation an image may take fewer positions than it has tokens (M-RoPE): its first one is
-    at `position`, and `shift`, 0 or below, is added to the positions of the tokens after it.
+    In the rotation an image may take fewer positions than it has tokens (M-RoPE). Its rows and
+    columns begin at `position`, its frames `pixels.time` after that. `shift`, 0 or below, is added
+    to the positions of the tokens after it.
     """
 
     span: ImageSpan
@@ -46,13 +49,16 @@ class ImageLimits:
 def place_images(
     images: Iterable[tuple[ImageSpan, Pixels]], merge: int | None
 ) -> tuple[PromptImage, ...]:
-    """The images of one prompt, in order. With M-RoPE an image takes as many positions as its
-    longer side has tokens, each of `merge` x `merge` patches; None: positions are not moved."""
+    """The images of one prompt, in order. With M-RoPE an image or a video takes as many positions
+    as its longest side has tokens, each of `merge` x `merge` patches; None: nothing is moved."""
     placed: list[PromptImage] = []
-    shift = 0
+    position = shift = 0
     for span, pixels in images:
-        position = span.start + shift
+        if pixels.number == 0:
+            position = span.start + shift
         if merge is not None:
-            shift += max(span.grid[1:]) // merge - span.length
+            frames, height, width = span.grid
+            longest = max(pixels.time + frames, height // merge, width // merge)
+            shift = position + longest - span.end
         placed.append(PromptImage(span, pixels, position, shift))
     return tuple(placed)

@@ -120,4 +120,5 @@ def _positions(found: _Rows, merge: int) -> Ints:
     grid = found.image.span.grid
     shape = (grid[0], grid[1] // merge, grid[2] // merge)
     places: Ints = np.indices(shape).reshape(3, -1)[:, found.embeddings]
+    places[0] += found.image.pixels.time
     return places + found.image.position

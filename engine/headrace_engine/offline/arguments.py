@@ -38,7 +38,7 @@ class Ignored:
 Meaning = Renamed | Fixed | Ignored
 
 _OFF = (None, False)
-NO_MEDIA = "audio and video are not supported: send text and images"
+NO_MEDIA = "only images and videos are supported"
 _NO_FETCH = "images are given as PIL images or as data: URLs"
 _TASKS = {
     "pooling": "embed",

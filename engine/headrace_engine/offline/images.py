@@ -1,14 +1,15 @@
-"""Images in prompts of the offline API: read, and put in the places of their placeholders."""
+"""Images and videos in prompts of the offline API, put in the places of their placeholders."""
 
-import base64
-import binascii
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, TypeAlias, Union
 
+from headrace_common.images.frames import FrameGroup, group_frames
 from headrace_common.images.layout import (
     NO_TOKENS,
     ImageError,
+    ImageFormat,
+    ImageLayout,
     PlaceholderMismatch,
     PromptTokens,
     expand,
@@ -18,15 +19,15 @@ from headrace_common.wire.images import image_digest
 from ..checkpoints.checkpoint import Checkpoint
 from ..core.errors import RequestError
 from ..core.images import PromptImage
-from ..models.vision.image_reader import MAX_PIXELS, ImageReader, read_format
-from .arguments import NO_MEDIA
+from ..models.vision.image_reader import ImageReader, read_format
+from .media import Media, Video
 from .tokenizer import ChatTokenizer
 
 if TYPE_CHECKING:
     from PIL.Image import Image
 
-_TEXTS = frozenset({"text", "input_text", "output_text"})
-_URLS = frozenset({"image_url", "input_image"})
+# What a model reads together, and its layout.
+Placed: TypeAlias = tuple[Union["Image", "FrameGroup[Image]"], ImageLayout]
 
 
 class ImagePrompts:
@@ -46,9 +47,10 @@ class ImagePrompts:
             tokenizer.images = self._format
 
     def expand(
-        self, text: str | None, token_ids: list[int], images: Sequence["Image"], salt: bytes
+        self, text: str | None, token_ids: list[int], images: Sequence[Media], salt: bytes
     ) -> tuple[list[int], tuple[PromptImage, ...]]:
-        """Replaces each placeholder of a prompt, which may have a text, by the tokens of its image.
+        """Replaces each placeholder of a prompt, which may have a text, by the tokens of its image
+        or group of frames.
 
         Raises RequestError.
         """
@@ -61,95 +63,43 @@ class ImagePrompts:
                 raise RequestError("this model embeds an image or a text: send prompt '' with it")
             token_ids = [self._format.placeholder]
         try:
-            layouts = [self._format.layout(*image.size) for image in images]
-            digests = [image_digest(_content(image), salt) for image in images]
-            ids, spans = expand(
-                self._format.placeholders, token_ids, list(zip(digests, layouts, strict=True))
-            )
+            placed = _in_order(self._format, token_ids, list(_placed(self._format, images)))
+            found = [(image_digest(_content(each), salt), layout) for each, layout in placed]
+            ids, spans = expand(self._format.placeholders, token_ids, found)
         except (ImageError, PlaceholderMismatch) as error:
             raise RequestError(f"images: {error}") from error
-        return ids, self._reader.read(spans, images)
+        return ids, self._reader.read(spans, [each for each, _ in placed])
 
 
-def read_images(data: Any) -> tuple["Image", ...]:
-    """The images of a prompt's multi_modal_data. Raises RequestError for anything else."""
-    if not isinstance(data, Mapping) or set(data) - {"image"}:
-        raise RequestError(f"multi_modal_data: {NO_MEDIA}")
-    found = data.get("image")
-    listed = found if isinstance(found, list | tuple) else [] if found is None else [found]
-    return tuple(map(_image, listed))
+def _placed(form: ImageFormat, media: Sequence[Media]) -> Iterator[Placed]:
+    for each in media:
+        if not isinstance(each, Video):
+            yield each, form.layout(*each.size)
+        elif form.video is None:
+            raise RequestError("this LLM reads no videos: send text and images only")
+        else:
+            yield from group_frames(form.video, each.frames, each.fps, *each.frames[0].size)
 
 
-def read_parts(
-    conversation: Sequence[Mapping[str, Any]],
-) -> tuple[list[Mapping[str, Any]], tuple["Image", ...]]:
-    """A conversation for a chat template, and its images in order.
-
-    Parts of text are joined with line breaks, as in vLLM. Contents with images remain lists, of
-    which templates read {"type": "image"}. Raises RequestError for other parts.
-    """
-    messages: list[Mapping[str, Any]] = []
-    images: list[Image] = []
-    for message in conversation:
-        content = message.get("content")
-        if not isinstance(content, list):
-            messages.append(message)
-            continue
-        parts = [_part(part, images) for part in content]
-        texts = [part["text"] for part in parts if "text" in part]
-        whole = "\n".join(texts) if len(texts) == len(parts) else parts
-        messages.append({**message, "content": whole})
-    return messages, tuple(images)
-
-
-def _part(part: Any, images: list["Image"]) -> Mapping[str, str]:
-    """A part as templates read it; its image is added to `images`."""
-    if not isinstance(part, Mapping):
-        return {"type": "text", "text": str(part)}
-    kind = part.get("type")
-    if kind in _TEXTS:
-        return {"type": "text", "text": str(part["text"])}
-    if kind in _URLS:
-        images.append(_from_url(part.get("image_url")))
-    elif kind == "image_pil":
-        images.append(_image(part.get("image_pil")))
-    else:
-        raise RequestError(
-            f"messages: a part of type {kind!r:.60} is not supported: send text or image_url"
+def _in_order(form: ImageFormat, token_ids: Sequence[int], placed: list[Placed]) -> list[Placed]:
+    """In the order of their placeholders, if those of images and videos differ."""
+    if form.video is None or form.video.placeholder == form.placeholder:
+        return placed
+    groups = [each for each in placed if isinstance(each[0], FrameGroup)]
+    images = [each for each in placed if not isinstance(each[0], FrameGroup)]
+    kinds = [
+        token_id == form.placeholder for token_id in token_ids if token_id in form.placeholders
+    ]
+    if kinds.count(True) != len(images) or kinds.count(False) != len(groups):
+        raise PlaceholderMismatch(
+            f"the prompt has {kinds.count(True)} places for {len(images)} images, and "
+            f"{kinds.count(False)} for {len(groups)} groups of frames"
         )
-    return {"type": "image"}
+    return [(images if kind else groups).pop(0) for kind in kinds]
 
 
-def _from_url(given: Any) -> "Image":
-    from headrace_common.images.decoding import open_image
-
-    url = given.get("url") if isinstance(given, Mapping) else given
-    head, comma, data = url.partition(",") if isinstance(url, str) else ("", "", "")
-    if not (comma and head.startswith("data:image/") and head.endswith(";base64")):
-        raise RequestError(
-            "image_url must be data:image/png;base64,... or that of another type of image, not "
-            f"{url!r:.60}: nothing is fetched"
-        )
-    try:
-        return open_image(base64.b64decode(data, validate=True), MAX_PIXELS)
-    except (binascii.Error, ImageError) as error:
-        raise RequestError(f"image_url cannot be read: {error}") from error
-
-
-def _image(value: Any) -> "Image":
-    from PIL import Image
-
-    if isinstance(value, Image.Image):
-        return value.convert("RGB")
-    try:
-        return Image.fromarray(value).convert("RGB")
-    except (AttributeError, TypeError, ValueError) as error:
-        raise RequestError(
-            f"an image must be one of PIL or an array [height, width, 3] of bytes, not "
-            f"{type(value).__name__}"
-        ) from error
-
-
-def _content(image: "Image") -> bytes:
-    """What tells the image from others."""
+def _content(image: "Image | FrameGroup[Image]") -> bytes:
+    """What tells the image, or the group of frames, from others."""
+    if isinstance(image, FrameGroup):
+        return repr(image.numbers).encode() + b"".join(map(_content, image.frames))
     return repr(image.size).encode() + image.tobytes()

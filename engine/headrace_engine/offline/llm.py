@@ -5,6 +5,7 @@ Runs the engine in the caller's thread until all prompts are finished, without q
 
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from math import inf
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -27,9 +28,9 @@ from .embeddings import (
     scored,
 )
 from .engine_args import EngineArgs
-from .images import read_parts
 from .llm_engine import LLMEngine
 from .loaded_model import DEFAULT_TENANT, RequestOptions
+from .media import Media, Video, read_fps, read_parts, written
 from .metrics import Metric, metrics_of
 from .outputs import RequestOutput
 from .prompts import Prompt as Prompt
@@ -138,26 +139,30 @@ class LLM:
         tools: Sequence[Mapping[str, Any]] | None = None,
         chat_template_kwargs: Mapping[str, Any] | None = None,
         lora_request: AdapterChoice = None,
+        media_io_kwargs: Mapping[str, Any] | None = None,
     ) -> list[RequestOutput]:
         """Answers one conversation or a list of them, through the checkpoint's chat template.
 
         `chat_template` is the text of another template. Contents are texts or lists of parts: text,
-        `image_url` (a data: URL) and `image_pil`. Raises ConfigError if there is no template,
-        RequestError for other parts.
+        `image_url` (a data: URL), `image_pil`, and `video_url` (frames in a data: URL).
+        `media_io_kwargs` {"video": {"fps": 2}} says how many frames are a second. Raises
+        ConfigError if there is no template, RequestError for other parts.
         """
-        tokenizer = self.get_tokenizer()
-        read = [read_parts(conversation) for conversation in _conversations(messages)]
-        prompts = [
-            tokenizer.chat_ids(
+        tokenizer, fps = self.get_tokenizer(), read_fps(media_io_kwargs)
+        read = [read_parts(conversation, fps) for conversation in _conversations(messages)]
+
+        def encode(conversation: Sequence[Message], media: Sequence[Media]) -> list[int]:
+            return tokenizer.chat_ids(
                 conversation,
                 chat_template,
+                videos=[each.counted for each in media if isinstance(each, Video)],
                 tools=tools,
                 variables=chat_template_kwargs,
                 add_generation_prompt=add_generation_prompt,
                 continue_final_message=continue_final_message,
             )
-            for conversation, _ in read
-        ]
+
+        prompts = [written(partial(encode, *each)) for each in read]
         given = [
             ReadPrompt(tokenizer.decode(ids, skip_special_tokens=False), ids, images=images)
             for ids, (_, images) in zip(prompts, read, strict=True)

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NotRequired, TypedDict
 
 from ..core.errors import ConfigError, RequestError
-from .images import read_images
+from .media import Video, read_media, written
 from .tokenizer import ChatTokenizer
 
 if TYPE_CHECKING:
@@ -14,7 +14,9 @@ if TYPE_CHECKING:
 
 class TextPrompt(TypedDict):
     """A text. Prompts with different `cache_salt` share no cached prefixes. `multi_modal_data` is
-    {"image": image}, or a list of images; the prompt has a placeholder for each."""
+    {"image": image}, or a list of images; the prompt has a placeholder for each. {"video": frames},
+    or a list of videos, needs what the chat template writes for a video. A video is a list of
+    images or an array, or a pair of them and {"fps": frames in a second}."""
 
     prompt: str
     cache_salt: NotRequired[str]
@@ -46,13 +48,13 @@ UNSUPPORTED_PROMPT = {
 
 @dataclass(frozen=True, slots=True)
 class ReadPrompt:
-    """A prompt's tokens, and its text if it has one. Each of `images` has one placeholder among the
-    tokens."""
+    """A prompt's tokens, and its text if it has one. Each image of `images`, and each group of
+    frames that the model reads together, has one placeholder among the tokens."""
 
     text: str | None
     token_ids: list[int]
     cache_salt: str = ""
-    images: tuple["Image", ...] = ()
+    images: tuple["Image | Video", ...] = ()
 
 
 def read_prompt(
@@ -73,15 +75,29 @@ def read_prompt(
         raise RequestError(f"cache_salt must be a text, not {salt!r:.60}")
     text = prompt.get("prompt")
     data = prompt.get("multi_modal_data")
-    images = () if data is None else read_images(data)
+    images = () if data is None else read_media(data)
+    videos = [each for each in images if isinstance(each, Video)]
     if prompt.get("prompt_token_ids") is not None:
+        if videos:
+            raise RequestError("a prompt with videos must be a text")
         return ReadPrompt(text, list(prompt["prompt_token_ids"]), salt, images)
     if not isinstance(text, str):
         raise _not_a_prompt(prompt)
     if tokenizer is None:
         raise ConfigError("skip_tokenizer_init is set: send prompt_token_ids instead of a text")
-    encode = tokenizer.encode_with_images if images else tokenizer.encode
-    return ReadPrompt(text, encode(text, add_special_tokens=special), salt, images)
+    if not images:
+        return ReadPrompt(text, tokenizer.encode(text, add_special_tokens=special), salt)
+    if 0 < len(videos) < len(images) and tokenizer.has_one_placeholder:
+        raise RequestError(
+            "multi_modal_data: this model has one placeholder for images and videos: send a prompt "
+            "with both to chat"
+        )
+    ids = written(
+        lambda: tokenizer.encode_with_images(
+            text, [each.counted for each in videos], add_special_tokens=special
+        )
+    )
+    return ReadPrompt(text, ids, salt, images)
 
 
 def listed(prompts: Any) -> list[Any]:

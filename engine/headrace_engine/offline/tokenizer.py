@@ -12,6 +12,9 @@ from headrace_common.text.tokenizer import Tokenizer
 
 from ..core.errors import ConfigError
 
+# The number of frames of each video, and how many of them are a second.
+Videos = Sequence[tuple[int, float]]
+
 
 class ChatTokenizer(Tokenizer):
     """A tokenizer with its checkpoint's chat template.
@@ -31,19 +34,34 @@ class ChatTokenizer(Tokenizer):
         return tokenizer
 
     def chat_ids(
-        self, messages: Sequence[Mapping[str, Any]], template: str | None = None, **options: Any
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        template: str | None = None,
+        *,
+        videos: Videos = (),
+        **options: Any,
     ) -> list[int]:
-        """Token ids of a conversation; `options` are encode_chat's.
+        """Token ids of a conversation with `videos`; `options` are encode_chat's.
 
-        Raises ConfigError if there is no template, ChatTemplateError if it refuses the messages.
+        Raises ConfigError if there is no template, ChatTemplateError if it refuses the messages,
+        and PlaceholderMismatch if it shows another number of videos.
         """
-        rewrite = None if self.images is None else self.images.rewrite
-        return encode_chat(self, self._template(template), messages, rewrite=rewrite, **options)
+        form = None if self.images is None else self.images.video
+        return encode_chat(
+            self,
+            self._template(template),
+            messages,
+            show=None if form is None else form.show,
+            rewrite=lambda text: self._rewritten(text, videos),
+            **options,
+        )
 
-    def encode_with_images(self, text: str, *, add_special_tokens: bool) -> list[int]:
-        """Token ids of a text that has a placeholder for each of its images."""
-        rewritten = text if self.images is None else self.images.rewrite(text)
-        return self.encode(rewritten, add_special_tokens=add_special_tokens)
+    def encode_with_images(
+        self, text: str, videos: Videos = (), *, add_special_tokens: bool
+    ) -> list[int]:
+        """Token ids of a text that has a place for each of its images and videos. Raises
+        PlaceholderMismatch."""
+        return self.encode(self._rewritten(text, videos), add_special_tokens=add_special_tokens)
 
     def apply_chat_template(
         self,
@@ -87,6 +105,19 @@ class ChatTokenizer(Tokenizer):
 
     def convert_tokens_to_ids(self, token: str) -> int | None:
         return self.token_to_id(token)
+
+    @property
+    def has_one_placeholder(self) -> bool:
+        """Whether images and groups of frames have the same one."""
+        form = self.images
+        return form is not None and form.placeholders == {form.placeholder}
+
+    def _rewritten(self, text: str, videos: Videos) -> str:
+        if self.images is None:
+            return text
+        text = self.images.rewrite(text)
+        form = self.images.video
+        return form.write(text, videos) if videos and form is not None else text
 
     def _template(self, source: str | None) -> ChatTemplate:
         if source is not None:

@@ -85,7 +85,7 @@ class PromptEncoder:
             return Prompt(await self._token_ids(model, messages, options, context))
         form = _image_format(model, sources)
         read = await self._images.read(sources, self._work)
-        images = await self._placed(form, read)
+        images = await self._placed(form, read, options.video_fps)
         videos = [len(each.frames) for each in read if isinstance(each, ReadVideo)]
         ids = await self._token_ids(model, messages, replace(options, videos=videos), context)
         return await self._work.run(len(ids), partial(_with_images, form, ids, images))
@@ -125,7 +125,7 @@ class PromptEncoder:
         return _with_images(form, ids, images)
 
     async def _placed(
-        self, form: ImageFormat, read: Sequence[ReadImage | ReadVideo]
+        self, form: ImageFormat, read: Sequence[ReadImage | ReadVideo], fps: float = 1.0
     ) -> list[PlacedImage]:
         placed: list[PlacedImage] = []
         for each in read:
@@ -133,8 +133,7 @@ class PromptEncoder:
                 placed.append((each.data, each.layout(form)))
                 continue
             assert form.video is not None
-            groups, layout = each.groups(form.video)
-            for group in groups:
+            for group, layout in each.groups(form.video, fps):
                 placed.append((await self._images.hold(group.encode(), self._work), layout))
         return placed
 
@@ -268,6 +267,8 @@ def _protected(
         "add_generation_prompt": options.add_generation_prompt,
         "continue_final_message": options.continue_final_message,
     }
+    if model.images is not None and model.images.video is not None:
+        chat["messages"] = model.images.video.show(chat["messages"])
     return chat, size
 
 
@@ -292,9 +293,8 @@ def _with_videos(form: ImageFormat, text: str, options: ChatOptions) -> str:
     text = form.rewrite(text)
     if not options.videos or form.video is None:
         return text
-    times = [[number / options.video_fps for number in range(count)] for count in options.videos]
     try:
-        return form.video.write(text, times)
+        return form.video.write(text, [(count, options.video_fps) for count in options.videos])
     except PlaceholderMismatch as error:
         raise _no_place(error) from error
 

@@ -34,14 +34,14 @@ class ReadVideo:
     name: str
     frames: Sequence[ReadImage]
 
-    def groups(self, form: VideoFormat) -> tuple[list[FrameGroup], ImageLayout]:
-        """The groups of frames that a model reads together, and the layout of each. Raises
-        ApiError."""
+    def groups(self, form: VideoFormat, fps: float) -> list[tuple[FrameGroup[bytes], ImageLayout]]:
+        """The groups of frames that a model reads together, with the layout of each; `fps` frames
+        are a second. Raises ApiError."""
         size, *others = {frame.size for frame in self.frames}
         if others:
             raise invalid_video(self.name, "all frames of a video have one size")
         encoded = [frame.data.encoded for frame in self.frames]
         try:
-            return group_frames(form, encoded, size.width, size.height)
+            return group_frames(form, encoded, fps, size.width, size.height)
         except ImageError as error:
             raise invalid_video(self.name, str(error)) from error

@@ -12,6 +12,7 @@ from typing import Annotated, Any, Literal, TypeVar
 import pydantic_core
 from pydantic import BaseModel, Field, StrictBool, StrictInt, ValidationError
 
+from headrace_common.images.layout import MAX_FPS, MIN_FPS
 from headrace_common.sampling.params import (
     MAX_ALLOWED_TOKEN_IDS,
     MAX_BAD_WORDS,
@@ -38,8 +39,6 @@ MAX_CACHE_SALT_CHARS = 1024
 MAX_METADATA = 16
 # The text of a token may have a hundred characters.
 MAX_DETOKENIZED = 2**18
-# Frames a second of a video, above those of any camera for people.
-MAX_FPS = 1000
 
 _BUDGET = Budget()
 
@@ -66,7 +65,7 @@ class PromptCacheBody(Body):
 class VideoIo(Body):
     """`fps`: how many frames of a video there are in a second of it."""
 
-    fps: Annotated[_Number, Field(gt=0, le=MAX_FPS)] = 1.0
+    fps: Annotated[_Number, Field(ge=MIN_FPS, le=MAX_FPS)] = 1.0
 
 
 class MediaIo(Body):

@@ -676,7 +676,12 @@ SHAPES: dict[str, Shape] = {
             "image_grid_pinpoints": _CANVASES,
         },
     ),
-    "smolvlm": Shape("SmolVLMConfig", _IDEFICS3, processor=_SQUARES, tokens=_AROUND_SQUARES),
+    "smolvlm": Shape(
+        "SmolVLMConfig",
+        _IDEFICS3,
+        processor={**_SQUARES, "video_sampling": {"fps": 1, "max_frames": 64}},
+        tokens=_AROUND_SQUARES,
+    ),
     "idefics3": Shape("Idefics3Config", _IDEFICS3, processor=_SQUARES, tokens=_AROUND_SQUARES),
     "gpt2": Shape("GPT2Config", {**_SIZES, "tie_word_embeddings": False}),
     "glm": Shape("GlmConfig", {**_GROUPED, "head_dim": 32}),

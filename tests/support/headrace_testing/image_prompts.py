@@ -16,8 +16,11 @@ from tokenizers import AddedToken, Tokenizer
 
 from headrace_common.images.frames import FrameGroup, group_frames
 from headrace_common.images.gemma4 import Gemma4Images
+from headrace_common.images.idefics3 import Idefics3Images
 from headrace_common.images.layout import ImageFormat, ImageLayout, PromptTokens, expand
 from headrace_common.images.llama4 import Llama4Images
+from headrace_common.images.llava_onevision import LlavaOnevisionImages, LlavaOnevisionVideo
+from headrace_common.images.video import Qwen2Video
 from headrace_common.wire.images import image_digest
 from headrace_engine.checkpoints.checkpoint import load_checkpoint
 from headrace_engine.core.images import PromptImage
@@ -25,7 +28,7 @@ from headrace_engine.core.request import EngineRequest
 from headrace_engine.models.vision.image_reader import ImageReader, read_format
 from headrace_engine.models.vision.llama4_tiles import llama4_tiles
 
-from .checkpoints import MARGIN, make_tokenizer, save_checkpoint
+from .checkpoints import MARGIN, save_checkpoint
 from .draft_heads import change_config
 from .engines import greedy
 
@@ -45,13 +48,17 @@ _BETWEEN = (7, 8)
 
 @dataclass(frozen=True)
 class Video:
-    """Frames of one size, and the tokens after each group of them."""
+    """Frames of one size, of which `fps` are a second, and the tokens after each group of them."""
 
     frames: tuple[Image.Image, ...]
     between: tuple[tuple[int, ...], ...] = ()
+    fps: float = 1.0
 
-    def after(self, groups: int) -> tuple[tuple[int, ...], ...]:
-        return self.between or (_BETWEEN,) * groups
+    def after(self, form: ImageFormat, groups: int) -> tuple[tuple[int, ...], ...]:
+        """Families without texts between groups have none."""
+        assert form.video is not None
+        joined = form.video.ended or form.video.times(groups, self.fps) is not None
+        return self.between or (() if joined else _BETWEEN,) * groups
 
 
 # Ids of tokens, images and videos.
@@ -64,8 +71,8 @@ def noise(width: int, height: int, seed: int = 0) -> Image.Image:
     return Image.fromarray(pixels)
 
 
-def video(frames: int, width: int, height: int, seed: int = 0) -> Video:
-    return Video(tuple(noise(width, height, seed + number) for number in range(frames)))
+def video(frames: int, width: int, height: int, seed: int = 0, fps: float = 1.0) -> Video:
+    return Video(tuple(noise(width, height, seed + number) for number in range(frames)), fps=fps)
 
 
 def save_chat_model(
@@ -79,7 +86,7 @@ def save_chat_model(
     line breaks, and with a chat template. `field` of config.json has the placeholder's id;
     `options` are those of save_checkpoint."""
     save_checkpoint(folder, name, **options)
-    tokenizer = make_tokenizer()
+    tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
     tokenizer.add_special_tokens([AddedToken(placeholder, special=True)])
     tokenizer.add_tokens([AddedToken("\n\n", normalized=False)])
     around = ("<|vision_start|>", VIDEO_TOKEN, "<|vision_end|>")
@@ -106,23 +113,23 @@ class ImageRequests:
                 short.append(part)
                 continue
             if isinstance(part, Video):
-                groups, layout = self.groups(part)
-                for tokens in part.after(len(groups)):
+                groups = self.groups(part)
+                for tokens in part.after(self._form, len(groups)):
                     short += (NO_TEXT, *tokens)
-                data = [group.encode() for group in groups]
+                data = [(group.encode(), layout) for group, layout in groups]
             else:
-                layout = self._form.layout(*part.size)
                 short.append(NO_TEXT)
-                data = [png(part)]
-            encoded += data
-            found += [(image_digest(each, b""), layout) for each in data]
+                data = [(png(part), self._form.layout(*part.size))]
+            encoded += [each for each, _ in data]
+            found += [(image_digest(each, b""), layout) for each, layout in data]
         ids, spans = expand({NO_TEXT}, short, found)
         pixels = [self._reader.decode(*pair) for pair in zip(spans, encoded, strict=True)]
         return ids, self._reader.place(spans, pixels)
 
-    def groups(self, video: Video) -> tuple[list[FrameGroup], ImageLayout]:
+    def groups(self, video: Video) -> list[tuple[FrameGroup[bytes], ImageLayout]]:
         assert self._form.video is not None
-        return group_frames(self._form.video, list(map(png, video.frames)), *video.frames[0].size)
+        frames = list(map(png, video.frames))
+        return group_frames(self._form.video, frames, video.fps, *video.frames[0].size)
 
     @cached_property
     def _form(self) -> ImageFormat:
@@ -134,7 +141,9 @@ class ImageRequests:
 
     @cached_property
     def _reader(self) -> ImageReader:
-        return ImageReader(self._folder, self._form)
+        form = read_format(load_checkpoint(str(self._folder)))  # without a tokenizer, as engines
+        assert form is not None
+        return ImageReader(self._folder, form)
 
 
 class ImagePrompts(ImageRequests):
@@ -158,8 +167,9 @@ class ImagePrompts(ImageRequests):
             return
         ids, images = self._inputs(prompt)
         known = torch.tensor([[*ids, *output[:-1]]])
+        kinds = self._kinds_of(known, images)
         with torch.inference_mode():
-            found = self._model(known, **self._kinds_of(known, images), **images).logits[0]
+            found = self._model(known, **kinds, **images, **self._places(known, prompt)).logits[0]
         logits = found[len(ids) - 1 :].clone()
         ends = self._model.generation_config.eos_token_id
         logits[:, [ends, *self.placeholders]] = -torch.inf
@@ -210,11 +220,14 @@ class ImagePrompts(ImageRequests):
         form, ids = self._form, list[int]()
         for part in prompt:
             if isinstance(part, Video):
-                groups, layout = self.groups(part)
-                for tokens in part.after(len(groups)):
+                groups = self.groups(part)
+                after = part.after(form, len(groups))
+                for (_, layout), tokens in zip(groups, after, strict=True):
                     ids += (*layout.token_ids, *tokens)
             else:
                 ids += [part] if isinstance(part, int) else form.token_ids(form.grid(*part.size))
+        if isinstance(form, Idefics3Images) and form.video is not None:
+            return ids, self._squared([part for part in prompt if not isinstance(part, int)])
         videos = self._videos([part for part in prompt if isinstance(part, Video)])
         images = [part for part in prompt if isinstance(part, Image.Image)]
         if not images:
@@ -232,11 +245,13 @@ class ImagePrompts(ImageRequests):
             return {}
         if isinstance(self._form, Gemma4Images):
             return self._frames(videos)
+        if isinstance(self._form, LlavaOnevisionImages):
+            return self._squares(videos)
         grids, patches = [], []
         for one in videos:
-            groups, layout = self.groups(one)
-            grids.append([len(groups), *layout.grid[1:]])
-            for group in groups:
+            groups = self.groups(one)
+            grids.append([len(groups), *groups[0][1].grid[1:]])
+            for group, _ in groups:
                 frames = [Image.open(io.BytesIO(frame)) for frame in group.frames]
                 pair = [frame.resize((group.width, group.height), 3) for frame in frames]
                 patches.append(self._patches([pair[0], pair[-1]]))
@@ -251,7 +266,7 @@ class ImagePrompts(ImageRequests):
         resized = [
             Image.open(io.BytesIO(group.frames[0])).resize((group.width, group.height), 3)
             for one in videos
-            for group in self.groups(one)[0]
+            for group, _ in self.groups(one)
         ]
         made = self._processor(images=resized, return_tensors="pt", **form.processor_options)
         return {
@@ -259,6 +274,66 @@ class ImagePrompts(ImageRequests):
             "video_position_ids": made["image_position_ids"],
             "num_frames_per_video": torch.tensor([len(one.frames) for one in videos]),
         }
+
+    def _squares(self, videos: Sequence[Video]) -> dict[str, torch.Tensor]:
+        """Squares of the frames, for LLaVA-OneVision. Its videos have equal numbers of frames."""
+        processor, form = self._processor, self._form.video
+        assert isinstance(form, LlavaOnevisionVideo)
+        mean, std = (
+            np.array(value)[:, None, None] for value in (processor.image_mean, processor.image_std)
+        )
+        squares = [
+            [np.asarray(frame.resize((form.tile, form.tile), 3)) for frame in one.frames]
+            for one in videos
+        ]
+        pixels = np.array(squares).transpose(0, 1, 4, 2, 3) / 255
+        return {"pixel_values_videos": torch.from_numpy((pixels - mean) / std).float()}
+
+    def _squared(self, shown: Sequence[Image.Image | Video]) -> dict[str, torch.Tensor]:
+        """Squares of images, and frames as images that are not split, for SmolVLM, in order."""
+        made = [
+            self._processor(images=[[part]], return_tensors="pt")
+            if isinstance(part, Image.Image)
+            else self._processor(
+                images=[part.frames], return_tensors="pt", do_image_splitting=False
+            )
+            for part in shown
+        ]
+        names = ("pixel_values", "pixel_attention_mask") if made else ()
+        return {name: torch.cat([each[name] for each in made], dim=1) for name in names}
+
+    def _places(self, known: torch.Tensor, prompt: Prompt) -> dict[str, torch.Tensor]:
+        """Positions [3, 1, tokens] of prompts with videos of Qwen2-VL and Qwen2.5-VL, as in
+        training and in transformers before 5: text goes on after the largest position. Later
+        versions give it positions that the video has, too, and go on right in decodes alone:
+        https://arxiv.org/abs/2409.12191, section 2.1."""
+        form = self._form.video
+        if not isinstance(form, Qwen2Video) or not any(isinstance(one, Video) for one in prompt):
+            return {}
+        found: list[torch.Tensor] = []
+        for part in prompt:
+            after = int(found[-1].max()) + 1 if found else 0
+            if isinstance(part, int):
+                found.append(torch.full((3, 1), after))
+                continue
+            seconds: float | None = None
+            if isinstance(part, Video):
+                layouts = [layout for _, layout in self.groups(part)]
+                grid = (len(layouts), *layouts[0].grid[1:])
+                seconds = form.group / part.fps
+            else:
+                grid = self._form.grid(*part.size)
+            each = getattr(self._model.config.vision_config, "tokens_per_second", None)
+            step = 1 if seconds is None or each is None else each * torch.tensor(seconds)
+            found.append(
+                self._model.model.get_vision_position_ids(
+                    after, torch.tensor(grid), 1, form.merge, step
+                )
+            )
+        prompted = torch.cat(found, dim=1)
+        rest = known.shape[1] - prompted.shape[1]
+        more = torch.arange(rest).expand(3, -1) + int(prompted.max()) + 1
+        return {"position_ids": torch.cat([prompted, more], dim=1)[:, None]}
 
     def _patches(self, frames: Sequence[Image.Image]) -> torch.Tensor:
         """Patches [patches, colours x frames x height x width] of two frames, 2 x 2 patches after

@@ -5,7 +5,7 @@ import io
 import json
 import struct
 import zlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -121,21 +121,27 @@ def write_vision_checkpoint(
     folder: Path,
     processor: Mapping[str, Any] = PROCESSOR,
     videos: Mapping[str, Any] | None = None,
+    family: str | None = None,
+    chat_template: str = VISION_TEMPLATE,
+    tokens: Sequence[str] = (),
 ) -> Path:
-    """What a gateway reads of a model in the form of Qwen2.5-VL, or, with a video processor, of
-    Qwen3-VL. Writes no weights."""
+    """What a gateway reads of a model in the form of Qwen2.5-VL without videos, or, with a video
+    processor, of Qwen3-VL, or of another family. `tokens` are further special ones. Writes no
+    weights."""
     backend = byte_level_tokenizer()
-    names = ("<|vision_start|>", "<|vision_end|>", IMAGE_TOKEN, VIDEO_TOKEN)
+    names = ("<|vision_start|>", "<|vision_end|>", IMAGE_TOKEN, VIDEO_TOKEN, *tokens)
     backend.add_special_tokens([AddedToken(n, special=True, normalized=False) for n in names])
     config = {
-        "model_type": "qwen2_5_vl" if videos is None else "qwen3_vl",
-        "image_token_id": backend.token_to_id(IMAGE_TOKEN),
-        "video_token_id": backend.token_to_id(VIDEO_TOKEN),
+        "model_type": family or ("qwen2_5_vl" if videos is None else "qwen3_vl"),
+        "image_token_id": backend.token_to_id("<image>" if "<image>" in tokens else IMAGE_TOKEN),
         "vocab_size": 512,
         "max_position_embeddings": 4096,
     }
+    if videos is not None:
+        token = "<video>" if "<video>" in tokens else VIDEO_TOKEN
+        config["video_token_id"] = backend.token_to_id(token)
     write_checkpoint(
-        folder, backend, chat_template=VISION_TEMPLATE, config=config, eos_token="<|im_end|>"
+        folder, backend, chat_template=chat_template, config=config, eos_token="<|im_end|>"
     )
     (folder / "preprocessor_config.json").write_text(json.dumps(dict(processor)))
     if videos is not None:

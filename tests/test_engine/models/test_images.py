@@ -51,6 +51,10 @@ WITH_VIDEOS = (
     "glm46v",
     "glm4v-moe",
     "gemma4-videos",
+    "llava-onevision",
+    "smolvlm",
+    "qwen2-vl",
+    "qwen2.5-vl",
 )
 LENGTH = 8
 # Tokens of a prefix that are reused with the same image, and with another one: those of full blocks
@@ -123,12 +127,16 @@ def test_greedy_tokens_equal_transformers(
 
 def videos(name: str) -> list[Prompt]:
     """Prompts with videos of a few frames, with odd counts, small and large ones, and with an image
-    beside them where transformers tells them apart."""
+    beside them where transformers tells them apart. LLaVA-OneVision's videos in one prompt have
+    equal numbers of frames there."""
+    second = 2 if name == "llava-onevision" else 3
     found: list[Prompt] = [
-        (*text(31, 5), video(4, 16, 24), *text(32, 4)),
+        (*text(31, 5), video(4, 16, 24, fps=2), *text(32, 4)),
         (*text(33, 3), video(5, 40, 24, 20), *text(34, 4)),
-        (*text(35, 4), video(2, 8, 8, 30), 77, video(3, 90, 60, 40), *text(36, 6)),
+        (*text(35, 4), video(2, 8, 8, 30, fps=8), 77, video(second, 90, 60, 40), *text(36, 6)),
     ]
+    if name.startswith("qwen2"):  # the time is longer than the sides
+        found.append((*text(39, 3), video(12, 24, 16, 60, fps=3.7), *text(40, 5)))
     if not name.startswith("glm"):
         found.append((noise(24, 16), *text(37, 4), video(2, 24, 32, 50), *text(38, 3)))
     return found

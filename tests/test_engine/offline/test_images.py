@@ -140,7 +140,7 @@ def test_equal_images_are_encoded_once_for_each_salt(llm: LLM) -> None:
     [
         ({"prompt": "x", "multi_modal_data": {"image": noise(8, 8)}}, "0 places for 1 images"),
         ({"prompt": IMAGE_TOKEN, "multi_modal_data": {"image": noise(8, 8)}}, "ends with an image"),
-        ({"prompt": IMAGE_TOKEN, "multi_modal_data": {"video": []}}, "audio and video"),
+        ({"prompt": IMAGE_TOKEN, "multi_modal_data": {"audio": []}}, "only images and videos"),
         ({"prompt": IMAGE_TOKEN, "multi_modal_data": {"image": "x.png"}}, "must be one of PIL"),
         (
             {"prompt": f"{IMAGE_TOKEN}x", "multi_modal_data": {"image": noise(1, 300)}},
@@ -159,7 +159,7 @@ def test_wrong_images_are_refused(llm: LLM, prompt: Any, message: str) -> None:
         ({"type": "image_url", "image_url": {"url": "https://example.com/x.png"}}, "is fetched"),
         ({"type": "image_url", "image_url": {"url": "data:image/png;base64,?"}}, "cannot be read"),
         ({"type": "image_url", "image_url": {"url": "data:image/png;base64,AAAA"}}, "not a PNG"),
-        ({"type": "video_url", "video_url": {"url": "x"}}, "a part of type 'video_url'"),
+        ({"type": "audio_url", "audio_url": {"url": "x"}}, "a part of type 'audio_url'"),
     ],
 )
 def test_wrong_parts_of_messages_are_refused(llm: LLM, part: Any, message: str) -> None:

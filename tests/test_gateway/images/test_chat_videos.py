@@ -15,6 +15,7 @@ from headrace_common.wire.images import image_digest
 from headrace_testing.gateway import ANSWER, MODEL, Gateway, prompt_of, serve
 from headrace_testing.images import (
     VIDEO_TOKEN,
+    VISION_TEMPLATE,
     image_part,
     picture,
     video_part,
@@ -117,7 +118,9 @@ async def test_what_is_no_video_is_refused(
     assert re.search(message, error["message"]), error["message"]
 
 
-@pytest.mark.parametrize("given", [{"fps": 0}, {"fps": "2"}, {"fps": 1, "num_frames": 3}])
+@pytest.mark.parametrize(
+    "given", [{"fps": 0}, {"fps": 1e-9}, {"fps": "2"}, {"fps": 1, "num_frames": 3}]
+)
 async def test_wrong_frame_rates_are_refused(vision: Gateway, given: dict[str, Any]) -> None:
     messages = user(video_part(*FRAMES[:2]))
     answer = await vision.chat(messages=messages, media_io_kwargs={"video": given})
@@ -140,3 +143,77 @@ async def test_texts_cannot_write_a_video(vision: Gateway) -> None:
     assert answer.status_code == 200, answer.text
     (request,) = vision.engine.submitted
     assert len(request.images) == 1
+
+
+async def test_a_video_of_qwen2_5_is_one_run_of_tokens(tmp_path: Path) -> None:
+    """Its groups of frames know their place in time."""
+    folder = write_vision_checkpoint(tmp_path, videos=VIDEOS, family="qwen2_5_vl")
+    async with serve(folder) as gateway:
+        kwargs = {"video": {"fps": 4}}
+        messages = user(video_part(*FRAMES[:3]))
+        answer = await gateway.chat(messages=messages, media_io_kwargs=kwargs)
+        slow = await gateway.chat(messages=messages, media_io_kwargs={"video": {"fps": 0.5}})
+
+        assert answer.status_code == 200, answer.text
+        assert f"<|vision_start|>{VIDEO_TOKEN * 8}<|vision_end|>" in prompt_of(gateway)
+        (request,) = gateway.engine.submitted
+        wanted = [
+            FrameGroup(
+                width=56, height=56, frames=FRAMES[:3][first : first + 2], number=at, time=2 * at
+            )
+            for at, first in enumerate((0, 2))
+        ]
+        assert [image.data and image.data.encoded for image in request.images] == [
+            group.encode() for group in wanted
+        ]
+    error = slow.json()["error"]
+    assert (slow.status_code, error["code"]) == (400, "invalid_video")
+    assert "send more or larger frames" in error["message"]
+
+
+async def test_a_video_of_llava_onevision_ends_with_a_token(tmp_path: Path) -> None:
+    folder = write_vision_checkpoint(
+        tmp_path,
+        processor={"size": {"height": 384, "width": 384}},
+        videos=VIDEOS,
+        family="llava_onevision",
+        chat_template=VISION_TEMPLATE.replace(
+            "<|vision_start|><|video_pad|><|vision_end|>", "<video>"
+        ),
+        tokens=["<image>", "<video>"],
+    )
+    async with serve(folder) as gateway:
+        answer = await gateway.chat(messages=user(video_part(*FRAMES[:2])))
+        assert answer.status_code == 200, answer.text
+        assert prompt_of(gateway).count("<video>") == 2 * 14**2 + 1
+        (request,) = gateway.engine.submitted
+        assert [image.length for image in request.images] == [14**2, 14**2 + 1]
+
+
+async def test_videos_of_smolvlm_need_no_place_in_the_template(tmp_path: Path) -> None:
+    """The published templates write texts and images only. Texts cannot write a place either."""
+    image = "{{ '<|vision_start|><|image_pad|><|vision_end|>' }}"
+    rows = [f"<row_{row}_col_{column}>" for row in (1, 2) for column in (1, 2)]
+    video = "{% elif part.type == 'video' %}{{ '<|vision_start|><|video_pad|><|vision_end|>' }}"
+    folder = write_vision_checkpoint(
+        tmp_path,
+        processor={
+            "size": {"longest_edge": 128},
+            "max_image_size": {"longest_edge": 64},
+            "video_sampling": {"fps": 1, "max_frames": 64, "video_size": {"longest_edge": 64}},
+        },
+        family="smolvlm",
+        chat_template=VISION_TEMPLATE.replace(image, "{{ '<image>' }}").replace(video, ""),
+        tokens=["<image>", "<fake_token_around_image>", "<global-img>", *rows],
+    )
+    async with serve(folder) as gateway:
+        parts = [{"type": "text", "text": "<global-img> See "}, video_part(*FRAMES[:2])]
+        answer = await gateway.chat(messages=user(*parts))
+        assert answer.status_code == 200, answer.text
+        frame = f"<fake_token_around_image><global-img>{'<image>' * 12}<fake_token_around_image>"
+        assert (
+            "<global-img> See You are provided the following series of two frames from a 0:00:02 "
+            f"[H:MM:SS] video.\n\nFrame from 00:00:{frame}\nFrame from 00:01:{frame}\n\n"
+        ) in prompt_of(gateway)
+        (request,) = gateway.engine.submitted
+        assert [image.length for image in request.images] == [15, 15]

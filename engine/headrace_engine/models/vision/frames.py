@@ -26,3 +26,9 @@ def together(frames: Sequence[Arrays]) -> dict[str, npt.NDArray[Any]]:
         ]
         arrays[_PATCHES] = np.stack(of_frames, axis=2).reshape(arrays[_PATCHES].shape)
     return arrays
+
+
+def whole_square(image: Arrays) -> dict[str, npt.NDArray[Any]]:
+    """A video of one frame, from what LLaVA-OneVision's tower reads of it as an image: the first
+    square is the whole image."""
+    return {"pixel_values_videos": image[_PATCHES][:, :1]}

@@ -5,15 +5,16 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from headrace_common.images.frames import decode_frames
+from headrace_common.images.frames import FrameGroup, decode_frames
 from headrace_common.images.layout import NO_TOKENS, ImageError, ImageFormat, PromptTokens
 from headrace_common.images.llama4 import Llama4Images
+from headrace_common.images.llava_onevision import LlavaOnevisionVideo
 from headrace_common.wire.images import Grid, ImageSpan
 
 from ...checkpoints.checkpoint import Checkpoint, JsonObject, read_json
 from ...core.errors import CheckpointError, RequestError
 from ...core.images import Pixels, PromptImage, place_images
-from .frames import BICUBIC, Arrays, together
+from .frames import BICUBIC, Arrays, together, whole_square
 from .llama4_tiles import llama4_tiles
 
 if TYPE_CHECKING:
@@ -59,10 +60,17 @@ class ImageReader:
         self.alone = form.alone
 
     def read(
-        self, spans: Sequence[ImageSpan], images: Sequence["Image"]
+        self, spans: Sequence[ImageSpan], images: Sequence["Image | FrameGroup[Image]"]
     ) -> tuple[PromptImage, ...]:
-        """The images of a prompt, in RGB. Raises RequestError if one cannot be read."""
-        return self.place(spans, [self.pixels(*pair) for pair in zip(spans, images, strict=True)])
+        """The images and groups of frames of a prompt, in RGB. Raises RequestError if one cannot be
+        read."""
+        pixels = [
+            self.frame_pixels(span, image)
+            if isinstance(image, FrameGroup)
+            else self.pixels(span, image)
+            for span, image in zip(spans, images, strict=True)
+        ]
+        return self.place(spans, pixels)
 
     def place(
         self, spans: Sequence[ImageSpan], pixels: Sequence[Pixels]
@@ -80,7 +88,7 @@ class ImageReader:
             if group is None:
                 return self.pixels(span, open_image(data, MAX_PIXELS))
             frames = [open_image(frame, MAX_PIXELS) for frame in group.frames]
-            return self.frame_pixels(span, frames, (group.width, group.height))
+            return self.frame_pixels(span, group.of(frames))
         except ImageError as error:
             raise RequestError(f"an image cannot be read: {error}") from error
 
@@ -92,19 +100,20 @@ class ImageReader:
         except (ImageError, ValueError) as error:
             raise RequestError(f"an image cannot be read: {error}") from error
 
-    def frame_pixels(
-        self, span: ImageSpan, frames: Sequence["Image"], size: tuple[int, int]
-    ) -> Pixels:
-        """The pixels of a group of a video's frames in RGB, which are resized to a width and a
-        height. Raises RequestError if the model reads no such group."""
-        video = self._form.video
+    def frame_pixels(self, span: ImageSpan, group: FrameGroup["Image"]) -> Pixels:
+        """The pixels of a group of a video's frames in RGB. Raises RequestError if the model reads
+        no such group."""
+        video, frames, size = self._form.video, group.frames, (group.width, group.height)
         if video is None or not 0 < len(frames) <= video.group:
             raise RequestError(f"the model does not read {len(frames)} frames together")
-        _check_grid(video.layout(*size).grid, span)
+        _check_grid(video.grid(*size), span)
         resized = [frame.resize(size, resample=BICUBIC) for frame in frames]
         resized += resized[-1:] * (video.group - len(resized))
         options = video.processor_options
-        return Pixels(together([self._processed(frame, options) for frame in resized]))
+        arrays = together([self._processed(frame, options) for frame in resized])
+        if isinstance(video, LlavaOnevisionVideo):
+            arrays = whole_square(arrays)
+        return Pixels(arrays, number=group.number, time=group.time)
 
     def _arrays(self, image: "Image") -> Arrays:
         if isinstance(self._form, Llama4Images):

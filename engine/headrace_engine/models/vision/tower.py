@@ -21,6 +21,8 @@ logger = logging.getLogger(__name__)
 
 # The images that a prompt may have if nothing is configured, as in vLLM.
 MOST_IMAGES = 999
+# What a tower reads of a frame that it does not read as an image.
+_VIDEO = "pixel_values_videos"
 # The parts of transformers' multimodal models that images do not need.
 _OTHER_PARTS = ("language_model", "text_model", "audio_tower", "embed_audio")
 
@@ -42,7 +44,6 @@ class VisionTower:
         reader: ImageReader,
     ) -> None:
         self._model, self.placeholders, self.reader = model, placeholders, reader
-        self._names = frozenset(inspect.signature(model.get_image_features).parameters)
         self.token_bytes = levels * hidden_size * model.dtype.itemsize
 
     def encode(self, image: PromptImage) -> torch.Tensor:
@@ -51,17 +52,23 @@ class VisionTower:
         Each image is computed alone, so that they do not depend on other requests.
         """
         arrays = image.pixels.arrays
+        read = self._model.get_image_features
+        if _VIDEO in arrays:
+            read = self._model.get_video_features
+        names = inspect.signature(read).parameters
         given = {
             name: self._placed(torch.from_numpy(array))
             for name, array in arrays.items()
-            if name in self._names
+            if name in names
         }
-        output = self._model.get_image_features(**given)
+        output = read(**given)
         deeper = getattr(output, "deepstack_features", None) or ()
         first = output.pooler_output
         if first is None:  # of Llama 4
             first = self._model.multi_modal_projector(output.last_hidden_state)
         levels = torch.stack([_joined(level) for level in (first, *deeper)])
+        if _VIDEO in arrays:  # only the last frame of LLaVA-OneVision keeps the end of a video
+            levels = levels[:, : image.span.length]
         # The image's only vector is that of each of its tokens.
         return levels.expand(-1, image.span.length, -1) if self.reader.alone else levels
 

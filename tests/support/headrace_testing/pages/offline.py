@@ -57,6 +57,11 @@ seconds = output.metrics.first_token_time - output.metrics.arrival_time
 - **Images**, where [the model reads them](models.md#images): `{"prompt": ..., "multi_modal_data":
   {"image": image}}`, or a list of images. The prompt has the model's placeholder once for each.
   `chat` reads parts `image_url` (a `data:` URL) and `image_pil`. Nothing is fetched.
+- **Videos as frames**, where [the model reads them](api.md#videos): `{"prompt": ...,
+  "multi_modal_data": {"video": (frames, {"fps": 2})}}`, or a list of such pairs. Frames are a list
+  of images or an array; without a pair one is a second. The prompt is a text, and has for each
+  video what the chat template writes for one. `chat` reads parts `video_url` as the server does,
+  with `media_io_kwargs={"video": {"fps": 2}}`.
 - [Adapters](lora.md) and [structured outputs](structured-outputs.md) are as on the server.
 
 `make generated` writes this page.
