@@ -8,7 +8,6 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from http import HTTPStatus
 from threading import Semaphore
-from threading import enumerate as enumerate_threads
 
 import pytest
 
@@ -186,10 +185,11 @@ async def test_a_drained_engine_sleeps_on_and_ends() -> None:
 async def test_the_end_waits_for_the_step_in_progress(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its requests are given back, and the step goes on until the loop is told to stop."""
     async with serving() as service:
-        stop = EngineLoop.stop
+        stop, stopped = EngineLoop.stop, set[EngineLoop]()
 
         def stop_then_let_through(loop: EngineLoop) -> None:
             stop(loop)
+            stopped.add(loop)
             service.let_all_through()
 
         monkeypatch.setattr(EngineLoop, "stop", stop_then_let_through)
@@ -197,7 +197,8 @@ async def test_the_end_waits_for_the_step_in_progress(monkeypatch: pytest.Monkey
         service.worker.drain(within=0)
         service.worker.end()
         await service.running
-        assert "engine-loop" not in {thread.name for thread in enumerate_threads()}
+        (loop,) = stopped
+        assert not loop.alive
 
 
 @pytest.mark.parametrize("level", [1, 2])
