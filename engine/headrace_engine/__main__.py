@@ -59,6 +59,7 @@ from .core.errors import EngineError, RequestError
 from .core.start_phases import StartPhases, ignore_phase
 from .engine.engine import Engine
 from .lora.adapter import fetch_adapter
+from .lora.object_storage import fetched
 from .model_runner.model_runner import ModelRunner
 from .scheduler.policies import make_policy
 from .serving.adapter_loading import AdapterLoading
@@ -314,6 +315,7 @@ def _adapters(
         settings.name,
         Path(settings.lora_dir),
         fetch=fetch_adapter if settings.lora_hub else None,
+        fetched=fetched if settings.lora_object_storage else None,
     )
 
 
@@ -335,6 +337,7 @@ def _worker_config(
         block_size=settings.block_size,
         kv_bytes_per_token=kv_bytes_per_token,
         lookahead=settings.taken_ahead,
+        low_priority_share=settings.low_priority_share,
         version=version("headrace"),
         beat_interval=settings.beat_interval,
         drain_timeout=settings.drain_timeout,

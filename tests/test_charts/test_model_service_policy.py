@@ -101,6 +101,9 @@ def reference(name: str) -> Manifest:
          "the model source persistentVolumeClaim"),
         ({"lora": {"adapters": [{"name": "a", "persistentVolumeClaim": {"claimName": "c"}}]}},
          "the model source persistentVolumeClaim"),
+        ({"lora": {"adapters": [], "objectStorage": {}}}, "the model source uri"),
+        ({"lora": {"adapters": [], "objectStorage": {"credentialsSecret": "s3"}}},
+         "the Secret s3"),
         ({"engine": {"extraArgs": ["--model=/other"]}}, "engine.extraArgs"),
     ],
 )  # fmt: skip

@@ -50,6 +50,8 @@ ABSENT = {
     names.ENGINE_HANDOVER_DURATION: "the engine hands nothing over",
     names.ENGINE_HANDOVER_TOKENS: "the engine hands nothing over",
     names.ENGINE_HANDOVER_KV: "the engine hands nothing over",
+    names.QUEUE_LOW_PRIORITY_ADMITTED: "all requests have the usual priority",
+    names.BATCH_BEHIND: "there are no batches",
     names.QUEUE_REDELIVERIES: "there is no series before the first redelivery",
     names.GATEWAY_OPEN_REFUSED: "no tenant has too many open requests",
     names.GATEWAY_IMAGES: "the model reads no images",

@@ -159,23 +159,50 @@ def _queue() -> tuple[Panel, ...]:
         Panel(
             title="Age of the oldest",
             description="How long the first in the queue has waited.",
-            queries=(Query(q.same_everywhere(names.QUEUE_OLDEST_AGE), model),),
+            queries=(
+                Query(q.same_everywhere(names.QUEUE_OLDEST_AGE), model),
+                Query(q.same_everywhere(names.QUEUE_OTHERS_OLDEST_AGE), f"others {model}"),
+            ),
             unit=Unit.SECONDS,
             width=6,
         ),
         Panel(
             title="Admitted and refused",
             description=(
-                "Requests put on the queue, and refused by reason: queue_full is answered 503, "
-                "tenant_limit and rate_limit 429, backend_unavailable means that Redis was not "
-                "reached."
+                "Requests put on the queue, all and of low priority, and refused by reason: "
+                "queue_full is answered 503, tenant_limit and rate_limit 429, backend_unavailable "
+                "means that Redis was not reached."
             ),
             queries=(
                 Query(q.total(q.rate(names.QUEUE_ADMITTED)), "admitted"),
+                Query(q.total(q.rate(names.QUEUE_LOW_PRIORITY_ADMITTED)), "admitted, low priority"),
                 Query(q.total(q.rate(names.QUEUE_REJECTED), reason), f"{{{{{reason}}}}}"),
             ),
             unit=Unit.PER_SECOND,
             width=6,
+        ),
+        Panel(
+            title="Low priority",
+            description=(
+                "Requests of low priority, such as those of batches, that wait and run, and "
+                "batches behind their pace. They are part of all waiting and running requests."
+            ),
+            queries=(
+                Query(q.same_everywhere(names.QUEUE_LOW_PRIORITY_DEPTH), f"waiting {model}"),
+                Query(q.same_everywhere(names.QUEUE_LOW_PRIORITY_PENDING), f"running {model}"),
+                Query(q.same_everywhere(names.BATCH_BEHIND), f"batches behind {model}"),
+            ),
+            width=12,
+        ),
+        Panel(
+            title="Low priority: time used",
+            description=(
+                "The share of its time for which the oldest request of low priority has waited. "
+                "From a half on, all of low priority ask for engines."
+            ),
+            queries=(Query(q.same_everywhere(names.QUEUE_LOW_PRIORITY_TIME_USED), model),),
+            unit=Unit.SHARE,
+            width=12,
         ),
     )
 

@@ -38,7 +38,11 @@ def list_adapters(
 def load(
     name: Name,
     path: Annotated[
-        str, typer.Argument(metavar="PATH", help="Folder inside of the engines' lora_dir.")
+        str,
+        typer.Argument(
+            metavar="PATH",
+            help="Folder inside of the engines' lora_dir, hub id, or s3://bucket/folder.",
+        ),
     ],
     model: Model = None,
     replace: Annotated[

@@ -117,6 +117,37 @@ QUEUE_OLDEST_AGE = Metric(
     "s",
     "Age of the oldest waiting request (the same value from every gateway).",
 )
+QUEUE_LOW_PRIORITY_DEPTH = Metric(
+    "headrace.queue.low_priority.depth",
+    MetricKind.GAUGE,
+    "{request}",
+    "Waiting requests of low priority, such as those of batches (the same from every gateway).",
+)
+QUEUE_LOW_PRIORITY_PENDING = Metric(
+    "headrace.queue.low_priority.pending",
+    MetricKind.GAUGE,
+    "{request}",
+    "Requests of low priority that engines have taken and not ended (the same from every gateway).",
+)
+QUEUE_LOW_PRIORITY_TIME_USED = Metric(
+    "headrace.queue.low_priority.time_used",
+    MetricKind.GAUGE,
+    "1",
+    "Share of the time until its deadline for which the oldest waiting request of low priority has "
+    "waited (the same from every gateway).",
+)
+QUEUE_LOW_PRIORITY_ADMITTED = Metric(
+    "headrace.queue.low_priority.admitted",
+    MetricKind.COUNTER,
+    "{request}",
+    "Requests of low priority that this gateway put on the queue.",
+)
+QUEUE_OTHERS_OLDEST_AGE = Metric(
+    "headrace.queue.others.oldest_age",
+    MetricKind.GAUGE,
+    "s",
+    "Age of the oldest waiting request that is not of low priority (the same from every gateway).",
+)
 QUEUE_ADMITTED = Metric(
     "headrace.queue.admitted",
     MetricKind.COUNTER,
@@ -177,6 +208,13 @@ BATCH_OLDEST_AGE = Metric(
     MetricKind.GAUGE,
     "s",
     "Age of the oldest batch that has not ended; 0 without one (the same from every gateway).",
+)
+BATCH_BEHIND = Metric(
+    "headrace.batch.behind",
+    MetricKind.GAUGE,
+    "{batch}",
+    "Batches with requests for a model that are behind the pace that ends them in time (the same "
+    "value from every gateway).",
 )
 BATCH_REQUESTS = Metric(
     "headrace.batch.requests",
@@ -528,12 +566,18 @@ GATEWAY_METRICS = (
     QUEUE_TOKENS,
     QUEUE_PENDING,
     QUEUE_OLDEST_AGE,
+    QUEUE_LOW_PRIORITY_DEPTH,
+    QUEUE_LOW_PRIORITY_PENDING,
+    QUEUE_LOW_PRIORITY_TIME_USED,
+    QUEUE_LOW_PRIORITY_ADMITTED,
+    QUEUE_OTHERS_OLDEST_AGE,
     QUEUE_ADMITTED,
     QUEUE_REJECTED,
     QUEUE_DEAD_LETTERS,
     BATCH_OPEN,
     BATCH_REQUESTS_LEFT,
     BATCH_OLDEST_AGE,
+    BATCH_BEHIND,
     BATCH_REQUESTS,
     BATCH_ENDED,
     STORE_USED,

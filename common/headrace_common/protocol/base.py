@@ -139,7 +139,9 @@ class QueuePosition:
 class QueueDepth:
     """Numbers of waiting and started requests of one model.
 
-    `oldest_age` is the age of the oldest waiting request in seconds.
+    `oldest_age` is the age of the oldest waiting request in seconds, `others_oldest_age` that of
+    the oldest one that is not of low priority. `low_time_used` is the share of its time, from
+    admission to deadline, for which the oldest waiting request of low priority has waited.
     """
 
     waiting: int
@@ -147,6 +149,10 @@ class QueueDepth:
     pending: int
     oldest_age: float
     dead_letters: int = 0
+    others_oldest_age: float = 0.0
+    low_waiting: int = 0
+    low_pending: int = 0
+    low_time_used: float = 0.0
 
     @classmethod
     def of_all(cls, shards: Sequence["QueueDepth"]) -> "QueueDepth":
@@ -157,6 +163,10 @@ class QueueDepth:
             pending=sum(shard.pending for shard in shards),
             oldest_age=max(shard.oldest_age for shard in shards),
             dead_letters=sum(shard.dead_letters for shard in shards),
+            others_oldest_age=max(shard.others_oldest_age for shard in shards),
+            low_waiting=sum(shard.low_waiting for shard in shards),
+            low_pending=sum(shard.low_pending for shard in shards),
+            low_time_used=max(shard.low_time_used for shard in shards),
         )
 
 
@@ -440,7 +450,9 @@ class EngineQueue(Protocol):
     async def engines(self) -> Sequence[EngineStatus]:
         """The statuses of all engines of the model."""
 
-    async def take(self, count: int, prompt_tokens: int | None = None) -> Sequence[Lease]:
+    async def take(
+        self, count: int, prompt_tokens: int | None = None, low_priority: int | None = None
+    ) -> Sequence[Lease]:
         """Takes at most `count` waiting requests by priority, tenants' shares and age; never waits.
 
         Among the next requests, those placed with this engine come first, within bounds
@@ -448,8 +460,9 @@ class EngineQueue(Protocol):
 
         With `prompt_tokens`, stops before the prompts together exceed it: the next request stays
         first in the queue. An idle engine passes None, because a request that does not fit then
-        never will. Expired, cancelled and superseded entries are ended on the way; malformed ones
-        become dead letters and are answered.
+        never will. At most `low_priority` of them are of low priority (None: any number); the rest
+        of these stay in the queue. Expired, cancelled and superseded entries are ended on the way;
+        malformed ones become dead letters and are answered.
         """
 
     async def image(self, request: GenerateRequest, digest: bytes) -> bytes | None:

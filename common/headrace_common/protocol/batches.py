@@ -99,6 +99,16 @@ class BatchRequest:
     metadata: Mapping[str, str] = field(default_factory=lambda: NO_METADATA)
 
 
+# A batch needs no results in the first part of its window, and all of them after the second.
+_FREE_UNTIL, _DONE_AT = 0.25, 0.75
+
+
+def is_behind(*, created: float, expires: float, now: float, total: int, done: int) -> bool:
+    """Whether a batch has fewer results than it needs by now to end in time. Times in seconds."""
+    passed = (now - created) / max(1.0, expires - created)
+    return done < total * min(1.0, max(0.0, (passed - _FREE_UNTIL) / (_DONE_AT - _FREE_UNTIL)))
+
+
 @dataclass(frozen=True, slots=True)
 class TokenUsage:
     """Tokens of one or many requests. Input includes cached tokens, output includes reasoning."""

@@ -71,9 +71,9 @@ class EngineConfig:
     the vision tower is not loaded. Encoded images are kept in `encoder_cache_bytes`. A step encodes
     images of at most `max_num_encoder_input_tokens` (None: max_num_batched_tokens) tokens, or one.
 
-    LoRA: `lora_modules` are folders of adapters by name. At most `max_loras` run at once, of ranks
-    up to `max_lora_rank`; `max_cpu_loras` (None: `max_loras`) stay in host memory. With
-    `lora_experts` there is memory for adapters that change experts.
+    LoRA: `lora_modules` are folders, or s3:// addresses, of adapters by name. At most `max_loras`
+    run at once, of ranks up to `max_lora_rank`; `max_cpu_loras` (None: `max_loras`) stay in host
+    memory. With `lora_experts` there is memory for adapters that change experts.
 
     Sleep: with `enable_sleep_mode` the engine may give its memory back while it is not needed.
     """

@@ -4,6 +4,7 @@ The scheduler never schedules more adapters at once than there are slots.
 """
 
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from pathlib import Path
 
@@ -12,10 +13,12 @@ import numpy as np
 from ..core.config import EngineConfig
 from ..core.step_plan import ScheduledSequence, SchedulerOutput
 from ..device.transfer import Transfer
+from ..kv_cache.memory_budget import available_memory
 from ..lora.adapter import AdapterWeights
 from ..lora.adapters import Adapters
 from ..lora.batch import NO_ADAPTER, LoRABatch, RowOwners, RowSlots, StaticLoRA
 from ..lora.device import DeviceLoRA
+from ..lora.object_storage import fetched, is_in_object_storage
 from ..models.placed_model import PlacedModel
 from .input_batch import StepBatch
 
@@ -33,8 +36,9 @@ class LoRARuntime:
         assert placed.lora_shapes is not None, "a model without them was refused"
         kept = config.max_cpu_loras or config.max_loras
         self.adapters = Adapters(placed.lora_shapes, config.max_lora_rank, placed.dtype, kept)
-        for name, folder in config.lora_modules.items():
-            self.adapters.add(name, Path(folder))
+        for name, place in config.lora_modules.items():
+            with _folder(place) as folder:
+                self.adapters.add(name, folder)
         experts = config.lora_experts or self.adapters.change_experts
         self._peers = placed.peers
         if not experts:
@@ -114,3 +118,10 @@ def _logit_counts(
     """Owners and counts of logits rows, in the order of input_batch: sampled, then scored."""
     sampling = [1 + len(item.drafts) if item.samples else 0 for item in scheduled]
     return [*owners, *owners], [*sampling, *(item.scores for item in scheduled)]
+
+
+def _folder(place: str) -> AbstractContextManager[Path]:
+    """The folder of an adapter of the settings. Raises CheckpointError if it cannot be fetched."""
+    if is_in_object_storage(place):
+        return fetched(place, available_memory())
+    return nullcontext(Path(place))

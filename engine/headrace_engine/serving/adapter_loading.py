@@ -9,6 +9,7 @@ import logging
 import re
 import time
 from collections.abc import Awaitable, Callable, Collection
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Protocol
 
@@ -28,6 +29,7 @@ from ..core.errors import EngineError
 from ..engine.engine_loop import EngineLoop
 from ..kv_cache.memory_budget import available_memory
 from ..lora.adapters import LoadedAdapter
+from ..lora.object_storage import is_in_object_storage
 
 logger = logging.getLogger(__name__)
 
@@ -50,8 +52,9 @@ class AdapterRunner(Protocol):
 class AdapterLoading:
     """Keeps one engine's adapters as the model's set says. Runs on the event loop.
 
-    Only folders inside of `root` are loaded and, with `fetch`, hub ids. `available` returns the
-    free bytes of host memory.
+    Only folders inside of `root` are loaded and, with `fetch`, hub ids. With `fetched`, s3://
+    addresses are too: it takes an address and the most bytes, and makes a folder for one block.
+    `available` returns the free bytes of host memory.
     """
 
     def __init__(
@@ -62,6 +65,7 @@ class AdapterLoading:
         root: Path,
         *,
         fetch: Callable[[str], Path] | None = None,
+        fetched: Callable[[str, int], AbstractContextManager[Path]] | None = None,
         available: Callable[[], int] = available_memory,
         sleep: Callable[[float], Awaitable[object]] = asyncio.sleep,
         clock: Callable[[], float] = time.monotonic,
@@ -71,6 +75,7 @@ class AdapterLoading:
         self._model = model
         self._root = root
         self._fetch = fetch
+        self._fetched = fetched
         self._available = available
         self._sleep = sleep
         self._clock = clock
@@ -174,9 +179,7 @@ class AdapterLoading:
         """
         if adapter.digest and adapter.key in self._installed:
             return adapter.digest
-        folder = await self._folder(adapter.path)
-        self._check_memory(folder)
-        found = await asyncio.to_thread(self._runner.read_adapter, folder)
+        found = await self._found(adapter.path)
         if adapter.digest and found.digest != adapter.digest:
             raise AdapterError(
                 f"{adapter.path}: its files are not those that the first engine loaded: put a new "
@@ -187,6 +190,22 @@ class AdapterLoading:
             await self._between_steps(lambda: self._runner.install_adapter(key, found))
             self._installed.add(key)
         return found.digest
+
+    async def _found(self, path: str) -> LoadedAdapter:
+        """An adapter's files, read. Raises AdapterError, EngineError, OSError."""
+        if is_in_object_storage(path):
+            return await asyncio.to_thread(self._read_fetched, path)
+        folder = await self._folder(path)
+        self._check_memory(folder)
+        return await asyncio.to_thread(self._runner.read_adapter, folder)
+
+    def _read_fetched(self, path: str) -> LoadedAdapter:
+        if self._fetched is None:
+            raise AdapterError(
+                f"{path}: engines load no adapters from object storage: set lora_object_storage"
+            )
+        with self._fetched(path, self._available()) as folder:
+            return self._runner.read_adapter(folder)
 
     async def _folder(self, path: str) -> Path:
         """The folder of an adapter, fetched if it is a hub id.

@@ -221,7 +221,8 @@ class EngineSettings(BaseSettings):
     enable_lora: bool = Field(False, description="serve LoRA adapters; docs/lora.md")
     lora_modules: dict[str, str] = Field(
         default_factory=dict,
-        description="adapters as name=folder, or as JSON; clients use each name as a model",
+        description="adapters as name=folder or name=s3://bucket/folder, or as JSON; clients use "
+        "each name as a model",
     )
     lora_dir: str | None = Field(
         None,
@@ -232,6 +233,11 @@ class EngineSettings(BaseSettings):
         False,
         description="also load adapters by hub ids, as owner/name or owner/name@revision; needs "
         "lora_dir",
+    )
+    lora_object_storage: bool = Field(
+        False,
+        description="also load adapters from s3://bucket/folder, with the environment's AWS_ "
+        "variables; needs lora_dir",
     )
     lora_experts: bool = Field(
         False,
@@ -254,6 +260,13 @@ class EngineSettings(BaseSettings):
         ge=0,
         description="requests taken beyond those that can start, for the policy to choose from; "
         "default: 0 with fcfs, else max_num_seqs",
+    )
+    low_priority_share: float = Field(
+        1.0,
+        gt=0,
+        le=1,
+        description="share of max_num_seqs up to which requests of low priority, such as those of "
+        "batches, are taken; the rest stays free for others",
     )
     threads: int | None = Field(None, ge=1, description="CPU threads; default: torch's choice")
 
@@ -370,8 +383,9 @@ class EngineSettings(BaseSettings):
             )
         if self.sharing_min_awake > self.sharing_max_awake:
             raise ValueError("sharing_min_awake is above sharing_max_awake: lower it")
-        if self.lora_hub and self.lora_dir is None:
-            raise ValueError("lora_hub needs lora_dir: name a folder")
+        for name in ("lora_hub", "lora_object_storage"):
+            if getattr(self, name) and self.lora_dir is None:
+                raise ValueError(f"{name} needs lora_dir: name a folder")
         return self
 
     @property

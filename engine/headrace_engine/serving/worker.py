@@ -76,7 +76,8 @@ class WorkerConfig:
     """Configuration of a worker. Times are in seconds.
 
     `lookahead` requests are taken beyond those that can start, for the scheduling policy to choose
-    from. Within `resume_timeout` a gateway must tell which tokens its client has. If a gateway is
+    from. Requests of low priority are taken while less than `low_priority_share` of `max_num_seqs`
+    run. Within `resume_timeout` a gateway must tell which tokens its client has. If a gateway is
     gone, its requests run for `orphan_timeout`, in case the clients return through another one.
     With `stays_when_drained` a drained engine does not end: it waits until it is recalled or ended.
     `name` is what people call the engine, `variant` the side of requests that it runs.
@@ -90,6 +91,7 @@ class WorkerConfig:
     block_size: int
     kv_bytes_per_token: float = 0.0
     lookahead: int = 0
+    low_priority_share: float = 1.0
     version: str
     beat_interval: float = 3.0
     drain_timeout: float = 30.0
@@ -411,7 +413,9 @@ class Worker:
             try:
                 reap_due = time.monotonic() - self._reaped_at >= REAP_INTERVAL
                 leases = await self._reap() if reap_due else ()
-                leases = leases or await self._queue.take(room, self._free_tokens())
+                leases = leases or await self._queue.take(
+                    room, self._free_tokens(), self._low_priority_room()
+                )
                 await self._tracker.begin(leases)
                 if not leases:
                     await self._until_work_or_change()
@@ -448,6 +452,13 @@ class Worker:
         lookahead, waiting = self._config.lookahead, self._stats.waiting
         room = self._config.max_num_seqs + lookahead - self._tracker.sequences
         return max(0, min(room, lookahead - waiting) if waiting else room)
+
+    def _low_priority_room(self) -> int | None:
+        """The most further requests of low priority; None: no limit of their own."""
+        if self._config.low_priority_share == 1:
+            return None
+        most = max(1, int(self._config.low_priority_share * self._config.max_num_seqs))
+        return max(0, most - self._tracker.sequences)
 
     def _free_tokens(self) -> int | None:
         """Prompt tokens that fit the KV cache now; None: no limit (idle, or with lookahead)."""

@@ -1,4 +1,4 @@
-"""Where engines find LoRA adapters: settings, volumes and mounts.
+"""Where engines find LoRA adapters: settings, environment, volumes and mounts.
 
 The adapters themselves are in the queue's set, from which engines load them while they serve. So
 only a new volume changes the pods. Engines with a queue of their own, which the operator cannot
@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from hashlib import sha256
 from typing import Any
 
-from ..spec.lora_section import AdapterSpec
+from ..spec.lora_section import AdapterSpec, ObjectStorageSpec
 from ..spec.model_service import ModelServiceSpec
 from .source import claim_volume, image_volume
 
@@ -21,9 +21,12 @@ ADAPTERS_DIR = "/adapters"
 
 @dataclass(frozen=True, slots=True)
 class AdapterVolumes:
-    """The engine's settings, volumes and mounts for its adapters; empty without adapters."""
+    """The engine's settings, environment, volumes and mounts for its adapters; empty without
+    adapters."""
 
     settings: dict[str, object] = field(default_factory=dict)
+    env: tuple[Manifest, ...] = ()
+    env_from: tuple[Manifest, ...] = ()
     volumes: tuple[Manifest, ...] = ()
     mounts: tuple[Manifest, ...] = ()
 
@@ -40,6 +43,8 @@ def adapters(spec: ModelServiceSpec) -> AdapterVolumes:
     }
     if in_queue(spec):
         settings["lora_dir"] = "/"
+        if lora.object_storage is not None:
+            settings["lora_object_storage"] = True
     else:
         settings["lora_modules"] = dict(folders(spec))
     if lora.experts:
@@ -51,7 +56,26 @@ def adapters(spec: ModelServiceSpec) -> AdapterVolumes:
         {"name": name, "mountPath": f"{ADAPTERS_DIR}/{name}", "readOnly": True}
         for name in sorted(volumes)
     )
-    return AdapterVolumes(settings, tuple(volumes[name] for name in sorted(volumes)), tuple(mounts))
+    return AdapterVolumes(
+        settings,
+        *_storage(lora.object_storage),
+        volumes=tuple(volumes[name] for name in sorted(volumes)),
+        mounts=tuple(mounts),
+    )
+
+
+def _storage(
+    storage: ObjectStorageSpec | None,
+) -> tuple[tuple[Manifest, ...], tuple[Manifest, ...]]:
+    """The environment in which engines find the store: single variables, and a Secret's."""
+    if storage is None:
+        return (), ()
+    values = {"AWS_ENDPOINT_URL": storage.endpoint, "AWS_REGION": storage.region}
+    secret = storage.credentials_secret
+    return (
+        tuple({"name": name, "value": value} for name, value in values.items() if value),
+        () if secret is None else ({"secretRef": {"name": secret}},),
+    )
 
 
 def in_queue(spec: ModelServiceSpec) -> bool:
@@ -60,15 +84,16 @@ def in_queue(spec: ModelServiceSpec) -> bool:
 
 
 def folders(spec: ModelServiceSpec) -> Mapping[str, str]:
-    """The folders of adapters in the pods, by name."""
+    """The folders of adapters in the pods, or their s3:// addresses, by name."""
     return {} if spec.lora is None else {each.name: _folder(each) for each in spec.lora.adapters}
 
 
 def _folder(adapter: AdapterSpec) -> str:
     source = adapter.persistent_volume_claim or adapter.image
     if source is None:
-        assert adapter.path is not None, "an adapter has exactly one source"
-        return adapter.path
+        place = adapter.path or adapter.uri
+        assert place is not None, "an adapter has exactly one source"
+        return place
     (name,) = _volumes(adapter)
     return f"{ADAPTERS_DIR}/{name}/{source.path}" if source.path else f"{ADAPTERS_DIR}/{name}"
 

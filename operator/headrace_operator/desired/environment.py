@@ -42,6 +42,7 @@ def environment(
         *queue,
         *_sealing(platform),
         *source.env,
+        *adapters(spec).env,
         *_identity(service, platform),
         *own,
     ):
@@ -62,6 +63,8 @@ def _settings(service: ModelService, source: Source, track: str) -> Mapping[str,
         chosen["queue_shards"] = spec.queue.shards
     if spec.deletion.waiting_requests == "Hold":
         chosen["hold_waiting"] = True
+    if spec.scaling.low_priority == "Yield":
+        chosen["low_priority_share"] = spec.scaling.targets.utilization
     chosen |= adapters(spec).settings | _sharing(service)
     chosen |= {
         "model": source.model,

@@ -69,11 +69,12 @@ def _egress(service: ModelService, platform: Platform) -> list[Manifest]:
 
 
 def _download_ports(service: ModelService) -> list[int]:
-    """Ports of the model's source: HTTPS, or the one in the endpoint."""
-    remote = service.spec.model.hub or service.spec.model.uri
-    if remote is None:
-        return []
-    return [443 if remote.endpoint is None else _port_of(remote.endpoint)]
+    """Ports of the model's source and of the adapters': HTTPS, or the one in the endpoint."""
+    spec = service.spec
+    storage = None if spec.lora is None else spec.lora.object_storage
+    remotes = [each for each in (spec.model.hub or spec.model.uri, storage) if each is not None]
+    ports = (443 if each.endpoint is None else _port_of(each.endpoint) for each in remotes)
+    return sorted(set(ports))
 
 
 def _port_of(url: str) -> int:

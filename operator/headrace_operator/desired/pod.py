@@ -105,8 +105,8 @@ def _container(
         )
     if engine.extra_args:
         container["args"] = list(engine.extra_args)
-    if engine.env_from:
-        container["envFrom"] = list(engine.env_from)
+    if env_from := [*adapters(service.spec).env_from, *engine.env_from]:
+        container["envFrom"] = env_from
     return container
 
 

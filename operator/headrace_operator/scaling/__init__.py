@@ -5,7 +5,7 @@ Nothing here does I/O, reads a clock or knows Kubernetes; the operator and the s
 
 from .decision import Decision, decide
 from .history import History
-from .observation import EngineSignals, QueueSignals, ScalingObservation
+from .observation import EngineSignals, LowPrioritySignals, QueueSignals, ScalingObservation
 from .policy import (
     Forecast,
     Objective,
@@ -24,6 +24,7 @@ __all__ = [
     "Estimate",
     "Forecast",
     "History",
+    "LowPrioritySignals",
     "Objective",
     "ScalingLimit",
     "ScalingObservation",

@@ -67,13 +67,16 @@ def decide(
         return _freeze(observation, policy, history, Reason.STALE_METRICS)
     if queue is None or (observation.ready > 0 and observation.engines is None):
         return _freeze(observation, policy, history, Reason.MISSING_METRICS)
-    history = history.learn(observation, policy, now)
+    # Engines are as fast with any work; how many are needed depends on the work that counts.
+    counted = observation.without_low_priority() if policy.low_priority_yields else observation
+    assert counted.queue is not None, "a queue without some of its requests is a queue"
+    history = history.learn(observation, policy, now, counted.queue.arrival_rate)
     policy = policy.for_cold_start(history.cold_start or policy.cold_start)
     policy = replace(policy, utilization=target_utilization(policy, history))
-    steady = steady_estimates(observation, policy, history)
+    steady = steady_estimates(counted, policy, history)
     history = history.with_load(_most(steady), policy, now)
     steady += forecast_estimate(policy, history, now)
-    urgent = urgent_estimates(observation, queue, policy, history, now)
+    urgent = urgent_estimates(counted, counted.queue, policy, history, now)
     recommendation = _recommend(observation, queue, policy, history, (steady, urgent), now)
     history = history.with_recommendation(
         recommendation.replicas, observation.replicas, policy, now

@@ -63,8 +63,14 @@ class History:
     changes: tuple[TimedCount, ...] = ()
     loads: Loads = ()
 
-    def learn(self, seen: ScalingObservation, policy: ScalingPolicy, now: float) -> "History":
-        """Learns starts, speeds and activity from fresh metrics.
+    def learn(
+        self,
+        seen: ScalingObservation,
+        policy: ScalingPolicy,
+        now: float,
+        arrival_rate: float | None,
+    ) -> "History":
+        """Learns starts, speeds, activity and the arrivals that count from fresh metrics.
 
         After a time without metrics, idle time and stabilization windows start again.
         """
@@ -82,8 +88,8 @@ class History:
             cold_start=cold_start,
         )
         elapsed = now - (self.seen_at or now)
-        if seen.queue is not None and seen.queue.arrival_rate is not None:
-            learned = learned._arrivals(seen.queue.arrival_rate, elapsed)
+        if arrival_rate is not None:
+            learned = learned._arrivals(arrival_rate, elapsed)
         if seen.engines is not None and seen.engines.capacity > 0 and seen.ready > 0:
             return learned._speeds(seen.engines, seen.ready, elapsed)
         return learned

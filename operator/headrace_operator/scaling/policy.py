@@ -110,6 +110,7 @@ class ScalingPolicy:
     one request. `utilization` is the target share of the engines' sequences that run; with an
     `objective`, it counts until speeds are known. `kv_utilization` is that of KV blocks in use.
     Deviations within `tolerance` change nothing. Metrics older than `stale_after` freeze the count.
+    With `low_priority_yields`, requests of low priority ask for engines only when they are due.
     `cold_start` and `engine_requests_per_second` (of one engine at full load) are first guesses,
     replaced by what is measured.
     """
@@ -129,6 +130,7 @@ class ScalingPolicy:
     scale_up: ScalingRules = DEFAULT_UP
     scale_down: ScalingRules = DEFAULT_DOWN
     forecast: Forecast | None = None
+    low_priority_yields: bool = False
 
     def __post_init__(self) -> None:
         lowest, highest = self.min_replicas, self.max_replicas

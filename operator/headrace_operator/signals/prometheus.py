@@ -11,7 +11,7 @@ from headrace_common.observability import metric_names as metrics
 
 from ..desired.autoscaler import escaped
 from ..errors import SignalsUnavailable
-from ..scaling.observation import EngineSignals, QueueSignals
+from ..scaling.observation import EngineSignals, LowPrioritySignals, QueueSignals
 from ..spec.model_service import ModelService
 from ..spec.prometheus_urls import PrometheusUrls, shown
 from . import fetch
@@ -32,6 +32,12 @@ def queries(model: str) -> dict[str, str]:
         "waiting_tokens": f"max({metrics.QUEUE_TOKENS.prometheus_name}{{{label}}})",
         "pending": f"max({metrics.QUEUE_PENDING.prometheus_name}{{{label}}})",
         "oldest_age": f"max({metrics.QUEUE_OLDEST_AGE.prometheus_name}{{{label}}})",
+        "low_waiting": f"max({metrics.QUEUE_LOW_PRIORITY_DEPTH.prometheus_name}{{{label}}})",
+        "low_pending": f"max({metrics.QUEUE_LOW_PRIORITY_PENDING.prometheus_name}{{{label}}})",
+        "low_time_used": f"max({metrics.QUEUE_LOW_PRIORITY_TIME_USED.prometheus_name}{{{label}}})",
+        "low_arrivals": _rate(f"{metrics.QUEUE_LOW_PRIORITY_ADMITTED.prometheus_name}{{{label}}}"),
+        "others_oldest_age": f"max({metrics.QUEUE_OTHERS_OLDEST_AGE.prometheus_name}{{{label}}})",
+        "batches_behind": f"max({metrics.BATCH_BEHIND.prometheus_name}{{{label}}})",
         "arrivals": _rate(f"{metrics.QUEUE_ADMITTED.prometheus_name}{{{label}}}"),
         "running": f"sum({running})",
         "engines": f"count({running})",
@@ -119,6 +125,16 @@ def _signals(at: float, values: dict[str, float | None], capacity: int) -> Signa
         pending=int(number("pending")),
         oldest_age=number("oldest_age"),
         arrival_rate=values["arrivals"],
+        low_priority=None
+        if values["low_waiting"] is None
+        else LowPrioritySignals(
+            waiting=int(number("low_waiting")),
+            pending=int(number("low_pending")),
+            arrival_rate=number("low_arrivals"),
+            time_used=number("low_time_used"),
+            batches_behind=int(number("batches_behind")),
+            others_oldest_age=number("others_oldest_age"),
+        ),
     )
     engines = None
     if values["engines"]:

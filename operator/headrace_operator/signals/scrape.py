@@ -91,7 +91,7 @@ class ScrapedSignals:
         memory = self._memory.setdefault(service.key, _Memory())
         self._count(memory, ours, engines, now)
         arrivals = memory.rates.get("arrivals") if len(ours) == len(gateways) else None
-        queue = queue_signals(ours.values(), arrivals)
+        queue = queue_signals(ours.values(), arrivals, memory.rates.get("low_arrivals"))
         if queue is not None:
             memory.queue, memory.queue_at = queue, now
         elif memory.queue is None:

@@ -7,7 +7,12 @@ from typing import Protocol
 
 from headrace_common.observability import metric_names as metrics
 
-from ..scaling.observation import EngineSignals, QueueSignals, ScalingObservation
+from ..scaling.observation import (
+    EngineSignals,
+    LowPrioritySignals,
+    QueueSignals,
+    ScalingObservation,
+)
 from ..spec.model_service import ModelService
 
 DEFAULT_CAPACITY = 64  # the engine's own default of max_num_seqs
@@ -23,7 +28,13 @@ SAMPLE_NAMES = frozenset(
         metrics.ENGINE_KV_UTILIZATION.prometheus_name,
         metrics.ENGINE_REQUESTS.prometheus_name,
         metrics.ENGINE_TOKENS.prometheus_name,
+        metrics.BATCH_BEHIND.prometheus_name,
         metrics.QUEUE_ADMITTED.prometheus_name,
+        metrics.QUEUE_LOW_PRIORITY_ADMITTED.prometheus_name,
+        metrics.QUEUE_LOW_PRIORITY_DEPTH.prometheus_name,
+        metrics.QUEUE_LOW_PRIORITY_PENDING.prometheus_name,
+        metrics.QUEUE_LOW_PRIORITY_TIME_USED.prometheus_name,
+        metrics.QUEUE_OTHERS_OLDEST_AGE.prometheus_name,
         metrics.QUEUE_DEPTH.prometheus_name,
         metrics.QUEUE_OLDEST_AGE.prometheus_name,
         metrics.QUEUE_PENDING.prometheus_name,
@@ -105,10 +116,13 @@ def capacity_of_one(service: ModelService) -> int:
     return service.spec.engine.settings.max_num_seqs or DEFAULT_CAPACITY
 
 
-def queue_signals(pages: Iterable[Samples], arrivals: float | None) -> QueueSignals | None:
+def queue_signals(
+    pages: Iterable[Samples], arrivals: float | None, low_arrivals: float | None = None
+) -> QueueSignals | None:
     """All gateways read the same queue: the maximum over those that answered.
 
-    None where no gateway knows the model.
+    None where no gateway knows the model. Gateways of older versions do not tell what is of low
+    priority.
     """
     depths = [page for page in pages if metrics.QUEUE_DEPTH.prometheus_name in page]
     if not depths:
@@ -123,6 +137,16 @@ def queue_signals(pages: Iterable[Samples], arrivals: float | None) -> QueueSign
         pending=int(largest(metrics.QUEUE_PENDING)),
         oldest_age=largest(metrics.QUEUE_OLDEST_AGE),
         arrival_rate=arrivals,
+        low_priority=LowPrioritySignals(
+            waiting=int(largest(metrics.QUEUE_LOW_PRIORITY_DEPTH)),
+            pending=int(largest(metrics.QUEUE_LOW_PRIORITY_PENDING)),
+            arrival_rate=low_arrivals or 0.0,
+            time_used=largest(metrics.QUEUE_LOW_PRIORITY_TIME_USED),
+            batches_behind=int(largest(metrics.BATCH_BEHIND)),
+            others_oldest_age=largest(metrics.QUEUE_OTHERS_OLDEST_AGE),
+        )
+        if any(metrics.QUEUE_LOW_PRIORITY_DEPTH.prometheus_name in page for page in depths)
+        else None,
     )
 
 
@@ -155,7 +179,13 @@ def cached_blocks(page: Samples) -> float:
 
 
 def gateway_counters(page: Samples, at: float) -> Counters:
-    return Counters(at=at, values={"arrivals": sum(_values(page, metrics.QUEUE_ADMITTED))})
+    return Counters(
+        at=at,
+        values={
+            "arrivals": sum(_values(page, metrics.QUEUE_ADMITTED)),
+            "low_arrivals": sum(_values(page, metrics.QUEUE_LOW_PRIORITY_ADMITTED)),
+        },
+    )
 
 
 def engine_counters(page: Samples, at: float) -> Counters:

@@ -14,20 +14,21 @@ from headrace_common.protocol.base import QueueLimits
 from headrace_common.protocol.turns import TurnBounds
 
 from ..scaling import Forecast, Objective, PolicyError, ScalingPolicy
-from .comparison import POLICIES, Comparison, with_room_to_scale
+from .comparison import POLICIES, YIELD, Comparison, with_room_to_scale
 from .engine_profile import EngineProfile, load_profile
 from .errors import SimulationError
 from .oracle import GOAL
 from .report import sharing_table, table, write_json, write_plot
 from .result import Objectives
 from .sharing_comparison import SharingComparison
-from .workload import DAY, Diurnal, Trace, diurnal, read_csv
+from .workload import DAY, BatchLoad, Diurnal, Trace, diurnal, read_csv, with_batches
 
 app = typer.Typer(rich_markup_mode="markdown", add_completion=False, pretty_exceptions_enable=False)
 _LIMITS = QueueLimits()
 _POLICY = ScalingPolicy()
 _LOAD = Diurnal()
 _GOALS = Objectives()
+_BATCHES = BatchLoad(share=0.0)
 _TURNS = TurnBounds()
 T = TypeVar("T")
 
@@ -92,6 +93,18 @@ def simulate(
         float, typer.Option(min=0, help="The largest burst, as a share of the peak rate.")
     ] = _LOAD.burst,
     seed: Annotated[int, typer.Option(min=0, help="Seed of the made-up trace.")] = 0,
+    batch_share: Annotated[
+        float,
+        typer.Option(
+            min=0,
+            max=0.9,
+            help=f"Share of all requests that are lines of batches; adds the policy {YIELD}.",
+        ),
+    ] = _BATCHES.share,
+    batches: Annotated[int, typer.Option(min=1, help="Number of these batches.")] = _BATCHES.count,
+    batch_window: Annotated[
+        float, typer.Option(min=0.1, help="Hours within which each batch must end.")
+    ] = 24.0,
     ttft: Annotated[
         float, typer.Option(min=0, help="Objective: seconds to the first token.")
     ] = _GOALS.time_to_first_token,
@@ -128,7 +141,9 @@ def simulate(
     ] = _LIMITS.max_tokens,
     policy: Annotated[
         list[str] | None,
-        typer.Option(help=f"Policy to compare, repeatable: {', '.join(POLICIES)}; default: all."),
+        typer.Option(
+            help=f"Policy to compare, repeatable: {', '.join((*POLICIES, YIELD))}; default: all."
+        ),
     ] = None,
     oracle: Annotated[
         bool,
@@ -158,7 +173,7 @@ def simulate(
         drain_time=drain_time,
         forecast=Forecast() if forecast else None,
     )
-    names = _names(policy)
+    names = _names(policy, (*POLICIES, YIELD) if batch_share else POLICIES)
     outputs = _Outputs(json, plot)
     outputs.check()
     if max(models, len(trace or ())) > 1:
@@ -166,6 +181,10 @@ def simulate(
             raise SimulationError(f"--min-awake {min_awake:g}: it must not be above --max-awake")
         if policy or oracle or plot:
             raise SimulationError("--policy, --oracle and --plot are for one model; leave them out")
+        if batch_share:
+            raise SimulationError("--batch-share is for one model; leave it out")
+    if batch_share and oracle:
+        raise SimulationError("--oracle knows no batches; leave out --batch-share")
     traces = _traces(trace or (), load, models)
     profile = load_profile(engine_profile)
     if cold_start is not None:
@@ -191,12 +210,17 @@ def simulate(
         _compare_sharing(sharing, inputs, outputs)
         return
     (arrivals,) = traces
+    if batch_share:
+        batch_load = BatchLoad(share=batch_share, count=batches, seed=seed)
+        arrivals = with_batches(arrivals, batch_load)
+        inputs["batches"] = {**asdict(batch_load), "window_hours": batch_window}
     comparison = Comparison(
         trace=arrivals,
         profile=profile,
         policy=wanted if max_replicas else with_room_to_scale(arrivals, profile, wanted),
         objectives=objectives,
         limits=limits,
+        batch_window=batch_window * 3600,
     )
     _compare(comparison, names, inputs, outputs, with_oracle=oracle)
 
@@ -214,11 +238,12 @@ def _traces(paths: Sequence[Path], load: Diurnal, models: int) -> tuple[Trace, .
     return traces
 
 
-def _names(chosen: list[str] | None) -> tuple[str, ...]:
-    unknown = [name for name in chosen or () if name not in POLICIES]
+def _names(chosen: list[str] | None, known: tuple[str, ...]) -> tuple[str, ...]:
+    unknown = [name for name in chosen or () if name not in known]
     if unknown:
-        raise SimulationError(f"--policy {unknown[0]}: unknown; choose of {', '.join(POLICIES)}")
-    return tuple(dict.fromkeys(chosen)) if chosen else POLICIES
+        hint = "; it needs --batch-share" if unknown[0] == YIELD else ""
+        raise SimulationError(f"--policy {unknown[0]}: unknown{hint}; choose of {', '.join(known)}")
+    return tuple(dict.fromkeys(chosen)) if chosen else known
 
 
 def _compare(

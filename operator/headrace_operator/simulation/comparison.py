@@ -30,11 +30,14 @@ START_WINDOW = 1800.0
 MOST_ENGINES = 1000
 
 POLICIES = ("peak", "mean", "hpa", "keda", "headrace")
+YIELD = "yield"
+"""Headrace with batches that yield: a policy for traces with batches."""
 
 
 @dataclass(frozen=True, slots=True)
 class Sizes:
-    """Engines at the target utilization: for the busiest minutes, the mean, and the beginning."""
+    """Engines at the target utilization: for the busiest minutes, the mean, and the beginning.
+    Batches are left out."""
 
     peak: int
     mean: int
@@ -42,6 +45,7 @@ class Sizes:
 
 
 def fleet_sizes(trace: Trace, profile: EngineProfile, utilization: float) -> Sizes:
+    trace = trace.interactive()
     prompt, output = float(trace.prompts.mean()), float(trace.outputs.mean())
     speed = profile.requests_per_second(utilization, prompt, output)
     first = np.count_nonzero(trace.arrivals <= START_WINDOW) / min(
@@ -56,13 +60,15 @@ def fleet_sizes(trace: Trace, profile: EngineProfile, utilization: float) -> Siz
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Comparison:
-    """The inputs of a comparison. `policy.utilization` is the target of all scalers."""
+    """The inputs of a comparison. `policy.utilization` is the target of all scalers. Batches must
+    end within `batch_window` seconds."""
 
     trace: Trace
     profile: EngineProfile
     policy: ScalingPolicy
     objectives: Objectives
     limits: QueueLimits
+    batch_window: float = 86_400.0
 
     def sizes(self) -> Sizes:
         return fleet_sizes(self.trace, self.profile, self.policy.utilization)
@@ -71,7 +77,8 @@ class Comparison:
         """Yields one result per policy when its run has ended."""
         sizes = self.sizes()
         for name in names:
-            yield self._simulate(*self._scaler(name, sizes))
+            share = self.policy.utilization if name == YIELD else 1.0
+            yield self._simulate(*self._scaler(name, sizes), low_priority_share=share)
 
     def oracle(self) -> SimulationResult:
         """The run of the cheapest plan that meets the objectives. Raises SimulationError."""
@@ -89,13 +96,17 @@ class Comparison:
     def _follow(self, plan: Plan) -> SimulationResult:
         return self._simulate(PlannedScaler("oracle", plan.counts), plan.first)
 
-    def _simulate(self, scaler: SimulatedScaler, replicas: int) -> SimulationResult:
+    def _simulate(
+        self, scaler: SimulatedScaler, replicas: int, *, low_priority_share: float = 1.0
+    ) -> SimulationResult:
         setup = Setup(
             trace=self.trace,
             profile=self.profile,
             objectives=self.objectives,
             limits=self.limits,
             replicas=replicas,
+            window=self.batch_window,
+            low_priority_share=low_priority_share,
         )
         return simulate(setup, scaler)
 
@@ -115,6 +126,9 @@ class Comparison:
                 requests = target * self.profile.max_num_seqs
                 keda = KedaScaler("KEDA", target=requests, lowest=lowest, highest=highest)
                 return keda, max(1, start)
+            case "yield":
+                yields = replace(policy, low_priority_yields=True)
+                return HeadraceScaler("Headrace, yield", yields), start
         return HeadraceScaler("Headrace", policy), start
 
 

@@ -115,6 +115,14 @@ class Fleet:
         if not engine.draining:
             heappush(self._loads, (engine.running, engine.number))
 
+    def place_low(self, prompt: int, output: int, share: float) -> SimulatedEngine | None:
+        """The engine that takes a request of low priority: the least loaded one with room, if at
+        most a `share` of its sequences run then; None if there is none."""
+        most = max(1, int(share * self._costs.max_num_seqs))
+        engines = [each for each in self.serving.values() if each.running < most]
+        free = [each for each in engines if each.has_room(prompt, output)]
+        return min(free, key=lambda each: each.running, default=None)
+
     def place(self, waiting: int, prompt: int, output: int) -> SimulatedEngine | None:
         """The engine that takes a request; None if all are full. `waiting` requests are queued,
         this one included."""

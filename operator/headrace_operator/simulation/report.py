@@ -18,6 +18,7 @@ _COLORS = {
     "KEDA": "#8172b3",
     "oracle": "#55a868",
     "Headrace": "#2f6db3",
+    "Headrace, yield": "#dd8452",
 }
 
 
@@ -25,15 +26,17 @@ def table(results: Sequence[SimulationResult]) -> Table:
     """A table of results. GPU-hours are also given relative to the first result.
 
     scaled: the number of changes up/down. lost: requests that the full queue refused or that waited
-    beyond their deadline.
+    beyond their deadline. batch: the time that the slowest batch took, if there are any.
     """
     made = Table(box=None, pad_edge=False, header_style="bold")
     made.add_column("policy", no_wrap=True)
     heads = ("SLO met", "TTFT p99", "TPOT p99", "GPU-hours", "share", "scaled", "most", "lost")
-    for head in heads:
+    batches = any(result.longest_batch is not None for result in results)
+    for head in (*heads, "batch") if batches else heads:
         made.add_column(head, justify="right", no_wrap=True)
     for result in results:
-        made.add_row(*_row(result, results[0].gpu_hours))
+        row = _row(result, results[0].gpu_hours)
+        made.add_row(*row, *([_hours(result.longest_batch)] if batches else ()))
     return made
 
 
@@ -70,6 +73,10 @@ def sharing_table(results: Sequence[ModelsResult]) -> Table:
             str(each.wake_ups),
         )
     return made
+
+
+def _hours(seconds: float | None) -> str:
+    return "-" if seconds is None else f"{seconds / 3600:.1f} h"
 
 
 def _seconds(value: float | None) -> str:

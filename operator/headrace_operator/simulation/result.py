@@ -30,7 +30,9 @@ class Sample:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SimulationResult:
-    """One policy's run. Requests that were refused or expired count as objectives missed."""
+    """One policy's run. Requests that were refused or expired count as objectives missed; those of
+    batches have no objectives. `longest_batch` is the seconds that the slowest batch took; None
+    without batches."""
 
     name: str
     requests: int
@@ -43,6 +45,7 @@ class SimulationResult:
     scale_ups: int
     scale_downs: int
     most_engines: int
+    longest_batch: float | None = None
     samples: tuple[Sample, ...]
 
     def summary(self) -> dict[str, Any]:

@@ -8,7 +8,8 @@ import numpy as np
 
 from headrace_common.protocol.base import QueueLimits
 
-from ..scaling import EngineSignals, QueueSignals, ScalingObservation
+from ..scaling import EngineSignals, LowPrioritySignals, QueueSignals, ScalingObservation
+from .batch_lines import BatchLines
 from .engine import SimulatedEngine
 from .engine_profile import EngineProfile
 from .events import NEVER, EventQueue
@@ -20,24 +21,35 @@ from .workload import Trace
 RATE_WINDOW = 5.0
 """Seconds over which rates are measured, as by the operator from two readings of pods' pages."""
 SAMPLE_EVERY = 60.0
+SHARE = 16
+"""Low priority gets at least one of this many requests that engines take, as in the queue."""
+LINE_DEADLINE = 3600.0
+"""The deadline of a batch's request in the queue: the longest one, by the gateways' default."""
 # Events at the same time run in this order.
 _ENGINE, _ARRIVAL, _READY, _SCALING = range(4)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Setup:
-    """What all policies of a comparison have in common. `replicas` engines serve at the start."""
+    """What all policies of a comparison have in common. `replicas` engines serve at the start.
+
+    Batches have `window` seconds. Engines take their requests while at most `low_priority_share`
+    of their sequences run.
+    """
 
     trace: Trace
     profile: EngineProfile
     objectives: Objectives
     limits: QueueLimits
     deadline: float = 600.0
+    window: float = 86_400.0
+    low_priority_share: float = 1.0
     replicas: int = 1
 
 
 def simulate(setup: Setup, scaler: SimulatedScaler) -> SimulationResult:
-    """Runs until every request has ended; costs are counted until the last arrival."""
+    """Runs until every request has ended; costs are counted until the last arrival, or the end of
+    the last batch."""
     return _Run(setup, scaler).result()
 
 
@@ -46,6 +58,7 @@ class _Counters(NamedTuple):
 
     seconds: float
     admitted: float
+    low_admitted: float
     begun: float
     ended: float
     prompt_tokens: float
@@ -69,7 +82,13 @@ class _Run:
         self._outputs: list[int] = setup.trace.outputs.tolist()
         self._first = np.full(len(self._arrivals), np.nan)
         self._ends = np.full(len(self._arrivals), np.nan)
+        self._batches = BatchLines(setup.trace, setup.window)
         self._waiting: deque[int] = deque()
+        self._low: deque[int] = deque()
+        """Waiting requests of batches."""
+        self._queued_at: dict[int, float] = {}
+        """When each of them was put on the queue."""
+        self._given = self._low_admitted = self._low_running = 0
         self._waiting_tokens = 0
         self._events = EventQueue()
         self._scheduled: dict[int, int] = {}
@@ -90,9 +109,11 @@ class _Run:
         self._fleet.start_serving(self._setup.replicas, 0.0)
         self._most = self._setup.replicas
         self._loop()
-        until = self._setup.trace.seconds
+        trace = self._setup.trace
+        until = max(trace.seconds, self._batches.last_end)
+        waited = slice(None) if trace.batches is None else trace.batches < 0
         timings = Timings(
-            self._setup.trace.arrivals, self._setup.trace.outputs, self._first, self._ends
+            trace.arrivals[waited], trace.outputs[waited], self._first[waited], self._ends[waited]
         )
         return SimulationResult(
             name=self._scaler.name,
@@ -106,6 +127,7 @@ class _Run:
             scale_ups=self._ups,
             scale_downs=self._downs,
             most_engines=self._most,
+            longest_batch=self._batches.longest(),
             samples=tuple(self._samples),
         )
 
@@ -121,31 +143,74 @@ class _Run:
 
     def _arrive(self, request: int) -> None:
         self._await_arrival(request + 1)
-        tokens = self._prompts[request] + self._outputs[request]
-        if self._setup.limits.refuse(len(self._waiting), self._waiting_tokens, tokens):
+        if self._batches.has(request):
+            self._batches.arrive(request, self._events.now)
+        elif self._is_full(request):
             self._refused += 1
             return
-        self._admitted += 1
-        self._waiting.append(request)
-        self._waiting_tokens += tokens
+        else:
+            self._enqueue(request, self._waiting)
         self._dispatch()
+
+    def _is_full(self, request: int) -> bool:
+        tokens = self._prompts[request] + self._outputs[request]
+        waiting = len(self._waiting) + len(self._low)
+        return self._setup.limits.refuse(waiting, self._waiting_tokens, tokens)
+
+    def _enqueue(self, request: int, waiting: deque[int]) -> None:
+        self._admitted += 1
+        waiting.append(request)
+        self._waiting_tokens += self._prompts[request] + self._outputs[request]
+
+    def _enqueue_batches(self) -> None:
+        """Puts as many requests of batches on the queue as gateways would."""
+        now = self._events.now
+        self._expired += self._batches.drop_late(now)
+        while (request := self._batches.next()) is not None and not self._is_full(request):
+            self._batches.queue(request)
+            self._enqueue(request, self._low)
+            self._low_admitted += 1
+            self._queued_at[request] = now
+
+    def _next_waiting(self) -> deque[int]:
+        """The requests of which the oldest is next."""
+        turn = self._given % SHARE == SHARE - 1
+        return self._low if self._low and (turn or not self._waiting) else self._waiting
 
     def _dispatch(self) -> None:
         """Gives waiting requests, oldest first, to engines with room; drops those past their
         deadline."""
         now = self._events.now
-        while self._waiting:
-            request = self._waiting[0]
+        self._enqueue_batches()
+        while waiting := self._next_waiting():
+            request = waiting[0]
             prompt, output = self._prompts[request], self._outputs[request]
-            late = now - self._arrivals[request] > self._setup.deadline
-            engine = None if late else self._fleet.place(len(self._waiting), prompt, output)
+            in_batch = waiting is self._low
+            time = self._setup.window if in_batch else self._setup.deadline
+            late = now - self._arrivals[request] > time
+            in_queue = len(self._waiting) + len(self._low)
+            if late:
+                engine = None
+            elif in_batch:
+                engine = self._fleet.place_low(prompt, output, self._setup.low_priority_share)
+            else:
+                engine = self._fleet.place(in_queue, prompt, output)
             if not late and engine is None:
+                if in_batch and self._waiting:
+                    self._given += 1
+                    continue
                 return
-            self._waiting.popleft()
+            waiting.popleft()
             self._waiting_tokens -= prompt + output
+            if in_batch:
+                del self._queued_at[request]
             if engine is None:
                 self._expired += 1
+                if in_batch:
+                    self._batches.end(request, now)
                 continue
+            self._given += 1
+            self._low_running += in_batch
             engine.start(request, prompt, output, now)
             self._started[request] = now
             self._fleet.note_load(engine)
@@ -170,6 +235,9 @@ class _Run:
             self._prefill_seconds += now - self._started.pop(request)
         for request in ended:
             self._ends[request] = now
+            if self._batches.has(request):
+                self._low_running -= 1
+                self._batches.end(request, now)
         self._begun += len(begun)
         self._ended += len(ended)
         self._schedule(engine)
@@ -185,7 +253,7 @@ class _Run:
     def _scale(self) -> None:
         now = self._events.now
         self._events.at(now + self._scaler.interval, self._scale, rank=_SCALING)
-        if self._waiting:
+        if self._waiting or self._low or self._batches.next() is not None:
             self._dispatch()  # drops requests that are too late even if no other event comes
         seen = self._observe(now)
         wanted = self._scaler.replicas(seen, now)
@@ -208,7 +276,8 @@ class _Run:
         """The observation that the operator would make from gateways' and engines' metrics."""
         fleet = self._fleet
         passed = self._passed(now)
-        oldest = now - self._arrivals[self._waiting[0]] if self._waiting else 0.0
+        others_oldest = now - self._arrivals[self._waiting[0]] if self._waiting else 0.0
+        low_oldest = now - self._queued_at[self._low[0]] if self._low else 0.0
         engines = EngineSignals(
             running=fleet.running,
             capacity=fleet.capacity(),
@@ -224,11 +293,19 @@ class _Run:
             replicas=fleet.desired,
             ready=len(fleet.serving),
             queue=QueueSignals(
-                waiting=len(self._waiting),
+                waiting=len(self._waiting) + len(self._low),
                 waiting_tokens=self._waiting_tokens,
                 pending=in_flight,
-                oldest_age=oldest,
+                oldest_age=max(others_oldest, low_oldest),
                 arrival_rate=passed.rate(passed.admitted),
+                low_priority=LowPrioritySignals(
+                    waiting=len(self._low),
+                    pending=self._low_running,
+                    arrival_rate=passed.rate(passed.low_admitted) or 0.0,
+                    time_used=low_oldest / LINE_DEADLINE,
+                    batches_behind=self._batches.behind(now),
+                    others_oldest_age=others_oldest,
+                ),
             ),
             engines=engines if fleet.serving else None,
         )
@@ -239,6 +316,7 @@ class _Run:
         newest = _Counters(
             seconds=now,
             admitted=self._admitted,
+            low_admitted=self._low_admitted,
             begun=self._begun,
             ended=self._ended,
             prompt_tokens=self._prompt_tokens,

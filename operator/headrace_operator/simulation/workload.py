@@ -1,7 +1,7 @@
-"""Traces of arrivals: from a CSV file, or a synthetic day with a rhythm and bursts."""
+"""Traces of arrivals: from a CSV file, or a synthetic day with a rhythm and bursts; and batches."""
 
 import csv
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -17,11 +17,23 @@ _NOON = 13.5
 
 @dataclass(frozen=True, slots=True)
 class Trace:
-    """Requests in the order of arrival, in seconds from the start, with lengths in tokens."""
+    """Requests in the order of arrival, in seconds from the start, with lengths in tokens.
+
+    `batches` has the number of each request's batch, from 0; -1 for one whose client waits. None:
+    there are no batches. A batch's requests arrive at once.
+    """
 
     arrivals: NDArray[np.float64]
     prompts: NDArray[np.int64]
     outputs: NDArray[np.int64]
+    batches: NDArray[np.int64] | None = None
+
+    def interactive(self) -> "Trace":
+        """Without batches."""
+        if self.batches is None:
+            return self
+        kept = self.batches < 0
+        return Trace(self.arrivals[kept], self.prompts[kept], self.outputs[kept])
 
     def __len__(self) -> int:
         return len(self.arrivals)
@@ -137,3 +149,31 @@ def _rows(reader: "csv.DictReader[str]", path: Path) -> list[tuple[float, int, i
             )
         rows.append(parsed)
     return rows
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BatchLoad:
+    """Batches of equal size that are `share` of all requests, at random times in the first half of
+    the trace."""
+
+    share: float
+    count: int = 8
+    seed: int = 0
+
+
+def with_batches(trace: Trace, load: BatchLoad) -> Trace:
+    """Adds batches whose requests are as long as those of the trace, drawn at random."""
+    random = np.random.default_rng(load.seed)
+    lines = round(len(trace) * load.share / (1 - load.share) / load.count)
+    created = np.sort(random.uniform(0, trace.seconds / 2, load.count))
+    drawn = random.integers(0, len(trace), lines * load.count)
+    arrivals = np.concatenate([trace.arrivals, np.repeat(created, lines)])
+    batches = np.full(len(trace), -1, dtype=np.int64)
+    order = np.argsort(arrivals, kind="stable")
+    return replace(
+        trace,
+        arrivals=arrivals[order],
+        prompts=np.concatenate([trace.prompts, trace.prompts[drawn]])[order],
+        outputs=np.concatenate([trace.outputs, trace.outputs[drawn]])[order],
+        batches=np.concatenate([batches, np.repeat(np.arange(load.count), lines)])[order],
+    )

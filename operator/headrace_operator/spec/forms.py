@@ -121,6 +121,7 @@ LocalPath = Annotated[
     ),
 ]
 HttpUrl = Annotated[str, Form(r"^https?://.+", "a URL, as http://prometheus:9090", max_length=2048)]
+S3Uri = Annotated[str, Form(r"^s3://[a-z0-9][a-z0-9.-]+/[^\s?#]+$", "s3://bucket/folder", 2048)]
 BucketUri = Annotated[
     str,
     Form(r"^(s3|gs)://[^/\s]+/\S+$", "s3://bucket/folder or gs://bucket/folder", 2048),

@@ -101,6 +101,9 @@ def _secrets(service: ModelService) -> Iterator[Reference]:
         yield "spec.model.hub.tokenSecret.name", spec.model.hub.token_secret.name
     if spec.model.uri is not None and spec.model.uri.credentials_secret is not None:
         yield "spec.model.uri.credentialsSecret", spec.model.uri.credentials_secret
+    storage = None if spec.lora is None else spec.lora.object_storage
+    if storage is not None and storage.credentials_secret is not None:
+        yield "spec.lora.objectStorage.credentialsSecret", storage.credentials_secret
     if spec.queue.url_secret is not None:
         yield "spec.queue.urlSecret.name", spec.queue.url_secret.name
     for number, name in enumerate(spec.engine.image_pull_secrets):

@@ -35,6 +35,7 @@ def scaling_policy(spec: ScalingSpec) -> ScalingPolicy:
         tolerance=targets.tolerance,
         idle_time=spec.idle_seconds,
         stale_after=spec.stale_seconds,
+        low_priority_yields=spec.low_priority == "Yield",
         cold_start=spec.cold_start_seconds,
         scale_up=_rules(spec.behavior.scale_up, DEFAULT_UP),
         scale_down=_rules(spec.behavior.scale_down, DEFAULT_DOWN),

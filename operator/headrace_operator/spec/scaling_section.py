@@ -8,6 +8,7 @@ from .forms import HttpUrl
 from .sections import SpecSection
 
 Mode = Literal["operator", "keda", "hpa", "none"]
+NO_YIELD = "lowPriority Yield needs mode operator"
 
 
 class TargetsSpec(SpecSection):
@@ -102,6 +103,11 @@ class ScalingSpec(SpecSection):
             "!has(self.objective) || !has(self.mode) || self.mode == 'operator'",
             "objective needs mode operator",
         ),
+        (
+            "!has(self.lowPriority) || self.lowPriority != 'Yield' || !has(self.mode) "
+            "|| self.mode == 'operator'",
+            NO_YIELD,
+        ),
     )
     mode: Mode = "operator"
     """Who decides: operator, keda or hpa (their objects are made and set spec.replicas), or none
@@ -119,6 +125,10 @@ class ScalingSpec(SpecSection):
     """First guess of how long an engine takes to start, until it has been measured."""
     objective: ObjectiveSpec | None = None
     """Latencies that decide the engines' utilization, instead of targets.utilization."""
+    low_priority: Literal["Scale", "Yield"] = "Scale"
+    """Scale: requests of low priority, such as those of batches, ask for engines like all others.
+    Yield: they use what is free, up to targets.utilization of each engine, and ask for engines only
+    when they are due. A change restarts engines."""
     targets: TargetsSpec = TargetsSpec()
     """The targets that decide the number of engines."""
     behavior: BehaviorSpec = BehaviorSpec()
@@ -139,4 +149,6 @@ class ScalingSpec(SpecSection):
             raise ValueError(self.cel[2][1])
         if self.objective is not None and self.mode != "operator":
             raise ValueError(self.cel[3][1])
+        if self.low_priority == "Yield" and self.mode != "operator":
+            raise ValueError(NO_YIELD)
         return self

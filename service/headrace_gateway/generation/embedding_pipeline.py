@@ -157,7 +157,10 @@ async def _resumable_response(
         await embeddings.forget(inputs)
         raise
     exchange = ResumableEmbeddingExchange(
-        session=embeddings.open(inputs, lambda: call.observation.admitted(1)),
+        session=embeddings.open(
+            inputs,
+            lambda: call.observation.admitted(1, low_priority=job.tenancy.priority > 0),
+        ),
         observation=call.observation,
         headers={**call.headers, **limits, **_location(inputs)},
         admits=inputs.fresh,

@@ -109,7 +109,7 @@ class EmbeddingResponse(DisconnectingResponse):
 
     async def _submit(self, request: GenerateRequest) -> Generation:
         (accepted,) = await self._exchange.admission.submit(self._exchange.job, [request])
-        self._exchange.observation.admitted(1)
+        self._exchange.observation.admitted(1, low_priority=request.priority > 0)
         return accepted.generation
 
     def _made(self, request: GenerateRequest, cached_tokens: int) -> None:

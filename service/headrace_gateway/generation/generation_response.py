@@ -54,7 +54,8 @@ async def queued(
         observation.rejected(error)
         raise
     if admits:
-        observation.admitted(len(accepted))
+        low = any(each.request.priority > 0 for each in accepted)
+        observation.admitted(len(accepted), low_priority=low)
     return accepted
 
 

@@ -84,6 +84,7 @@ class GatewayMetrics:
         self._per_token = histogram(meter, names.TIME_PER_OUTPUT_TOKEN)
         self._usage = histogram(meter, names.TOKEN_USAGE)
         self._admitted = counter(meter, names.QUEUE_ADMITTED)
+        self._low_admitted = counter(meter, names.QUEUE_LOW_PRIORITY_ADMITTED)
         self._rejected = counter(meter, names.QUEUE_REJECTED)
         self._disconnects = counter(meter, names.GATEWAY_DISCONNECTS)
         self._in_flight = up_down_counter(meter, names.GATEWAY_REQUESTS_IN_FLIGHT)
@@ -96,8 +97,13 @@ class GatewayMetrics:
         self._comparisons = counter(meter, names.GATEWAY_CANARY_COMPARISONS)
         self._first_difference = histogram(meter, names.GATEWAY_CANARY_FIRST_DIFFERENCE)
 
-    def admitted(self, model: str, tenant: str | None = None) -> None:
-        self._admitted.add(1, self._of(tenant, {names.REQUEST_MODEL: model}))
+    def admitted(
+        self, model: str, tenant: str | None = None, *, low_priority: bool = False
+    ) -> None:
+        attributes = self._of(tenant, {names.REQUEST_MODEL: model})
+        self._admitted.add(1, attributes)
+        if low_priority:
+            self._low_admitted.add(1, attributes)
 
     def rejected(self, model: str, reason: RejectReason, tenant: str | None = None) -> None:
         attributes = {names.REQUEST_MODEL: model, names.REASON: reason.value}
@@ -224,6 +230,15 @@ class GatewayMetrics:
             names.BATCH_OLDEST_AGE,
             lambda: [Observation(each.oldest_age) for each in cache.current()],
         )
+        observed_gauge(
+            self._meter,
+            names.BATCH_BEHIND,
+            lambda: [
+                Observation(count, {names.REQUEST_MODEL: model})
+                for each in cache.current()
+                for model, count in each.behind.items()
+            ],
+        )
 
     def observe_stores(
         self, read: Callable[[], Iterable[tuple[str | None, int]]], most: int
@@ -312,6 +327,10 @@ _DEPTH_VALUES: tuple[tuple[names.Metric, Callable[[QueueDepth], float]], ...] = 
     (names.QUEUE_TOKENS, lambda depth: depth.waiting_tokens),
     (names.QUEUE_PENDING, lambda depth: depth.pending),
     (names.QUEUE_OLDEST_AGE, lambda depth: depth.oldest_age),
+    (names.QUEUE_OTHERS_OLDEST_AGE, lambda depth: depth.others_oldest_age),
+    (names.QUEUE_LOW_PRIORITY_DEPTH, lambda depth: depth.low_waiting),
+    (names.QUEUE_LOW_PRIORITY_PENDING, lambda depth: depth.low_pending),
+    (names.QUEUE_LOW_PRIORITY_TIME_USED, lambda depth: depth.low_time_used),
 )
 
 

@@ -112,9 +112,10 @@ class Observation:
         """The span's context, for the message to the engine."""
         return tracing.inject(self._span)
 
-    def admitted(self, requests: int) -> None:
+    def admitted(self, requests: int, *, low_priority: bool) -> None:
+        info = self._info
         for _ in range(requests):
-            self._metrics.admitted(self._info.model, self._info.tenant)
+            self._metrics.admitted(info.model, info.tenant, low_priority=low_priority)
 
     def rejected(self, error: Exception) -> None:
         if isinstance(error, QueueFull):

@@ -10,7 +10,8 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import cache
 from importlib import import_module
 from multiprocessing import forkserver
@@ -27,17 +28,21 @@ _PRELOADED = "headrace_testing.forked_imports"
 
 
 @cache
-def _start_server() -> None:
-    """Starts a fork server that has imported the programs. Gateways within the tests keep the
-    server that they have, because stopping it would wait for their processes."""
+def _server() -> forkserver.ForkServer:
     server = forkserver.ForkServer()
-    for name in ("connect_to_new_process", "ensure_running", "set_forkserver_preload"):
-        setattr(forkserver, name, getattr(server, name))
     server.set_forkserver_preload([_PRELOADED])
-    # Python 3.11 gives the server the path for modules only after it has imported them.
+    return server
+
+
+@contextmanager
+def _own_server() -> Iterator[None]:
+    """Starts processes from a server that has imported the programs. Gateways within the tests have
+    another one, which tests may end."""
     with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(forkserver, "connect_to_new_process", _server().connect_to_new_process)
+        # Python 3.11 gives the server the path for modules only after it has imported them.
         patch.setenv("PYTHONPATH", str(Path(__file__).parents[1]), prepend=os.pathsep)
-        server.ensure_running()
+        yield
 
 
 class Forge:
@@ -50,7 +55,6 @@ class Forge:
     def __init__(self, prepare: str | None = None) -> None:
         self._prepare = prepare
         self._context = multiprocessing.get_context("forkserver")
-        _start_server()
         self._lock = Lock()
 
     def start(
@@ -58,7 +62,7 @@ class Forge:
     ) -> Running:
         """Returns a function that starts processes."""
         given = (module, tuple(arguments), str(log), dict(env), self._prepare)
-        with self._lock:
+        with self._lock, _own_server():
             process = self._context.Process(target=_become, args=given, daemon=True)
             process.start()
         return ForkedRun(process, self._lock)

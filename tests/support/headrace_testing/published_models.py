@@ -16,6 +16,7 @@ import sys
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from functools import cache
 from itertools import product
 from math import prod
 from pathlib import Path
@@ -74,7 +75,9 @@ _DRAFT_NAMES = {
     "qwen3_5": _QWEN,
 }
 _DRAFTS = ("mtp.", "model.mtp_layers.")
+_LAYERS = "layers."
 _LAYER = re.compile(r"(.*\blayers\.)(\d+)\.")
+_TOWERS = ("vision_tower.", "model.visual.")
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,29 +91,36 @@ class StoredTensor:
 Tensors = Mapping[str, StoredTensor]
 
 
-def published(name: str) -> tuple[dict[str, Any], Tensors]:
-    """The config.json and the tensors of a published checkpoint, such as `Qwen--Qwen3.5-27B`."""
-    data = json.loads((PUBLISHED / f"{name}.json").read_text())
+def published(name: str, layers: int | None = None) -> tuple[dict[str, Any], Tensors]:
+    """The config.json and the tensors of a published checkpoint, such as `Qwen--Qwen3.5-27B`; with
+    `layers` only of its first layers, and without those for drafts."""
+    data = _read(name)
     tensors = {
-        each: StoredTensor(dtype, tuple(shape))
+        each: tensor
         for pattern, dtype, shape in data["tensors"]
-        for each in _expand(pattern)
+        if layers is None or not pattern.startswith(_DRAFTS)
+        for tensor in [StoredTensor(dtype, tuple(shape))]
+        for each in _expand(pattern, layers)
     }
-    return data["config"], tensors
+    config = data["config"] if layers is None else _fewer(data["config"], layers)
+    return config, tensors
 
 
-def few_layers(
-    config: Mapping[str, Any], tensors: Tensors, count: int
-) -> tuple[dict[str, Any], Tensors]:
-    """The same checkpoint with its first `count` layers alone, without layers for drafts."""
-    cut = _fewer(config, count)
-    kept = {name: one for name, one in tensors.items() if _layer_of(name) < count}
-    return cut, {name: one for name, one in kept.items() if not name.startswith(_DRAFTS)}
+def tensor_count(name: str) -> int:
+    """The number of tensors of a published checkpoint."""
+    patterns = [pattern for pattern, _, _ in _read(name)["tensors"]]
+    return sum(prod(map(len, _split(pattern, None)[1])) for pattern in patterns)
+
+
+@cache
+def _read(name: str) -> dict[str, Any]:
+    read: dict[str, Any] = json.loads((PUBLISHED / f"{name}.json").read_text())
+    return read
 
 
 def _layer_of(name: str) -> int:
     """The number of a tensor's layer; -1 for one of no layer of the decoder."""
-    found = None if name.startswith(("vision_tower.", "model.visual.")) else _LAYER.match(name)
+    found = None if name.startswith(_TOWERS) else _LAYER.match(name)
     return -1 if found is None else int(found[2])
 
 
@@ -167,12 +177,22 @@ def _write_holes(file: Path, tensors: Tensors) -> None:
         stream.truncate(8 + len(text) + end)
 
 
-def _expand(pattern: str) -> Iterator[str]:
+def _expand(pattern: str, layers: int | None) -> Iterator[str]:
+    """The names of a pattern, without those of layers of the decoder from `layers` on."""
+    texts, numbers = _split(pattern, layers)
+    template = "%d".join(text.replace("%", "%%") for text in texts)
+    return (template % chosen for chosen in product(*numbers))
+
+
+def _split(pattern: str, layers: int | None) -> tuple[list[str], list[list[int]]]:
+    """The texts of a pattern, and the numbers between them."""
     texts = _RANGES.split(pattern)
     numbers = [list(_numbers(text)) for text in texts[1::2]]
-    for chosen in product(*numbers):
-        joined = zip((*chosen, ""), texts[::2], strict=True)
-        yield "".join(f"{text}{number}" for number, text in joined)
+    if layers is not None and not pattern.startswith(_TOWERS):
+        for text, between in zip(texts[::2], numbers, strict=False):
+            if text.endswith(_LAYERS):
+                between[:] = [number for number in between if number < layers]
+    return texts[::2], numbers
 
 
 def _numbers(text: str) -> Iterator[int]:

@@ -15,6 +15,7 @@ def make_worker(
     *,
     max_num_seqs: int = 8,
     lookahead: int = 0,
+    low_priority_share: float = 1.0,
 ) -> Worker:
     config = WorkerConfig(
         model=MODEL,
@@ -22,6 +23,7 @@ def make_worker(
         max_num_seqs=max_num_seqs,
         block_size=block_size,
         lookahead=lookahead,
+        low_priority_share=low_priority_share,
         version="test",
     )
     return Worker(config, queue, engine, disabled())

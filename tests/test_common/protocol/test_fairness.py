@@ -18,11 +18,12 @@ from headrace_common.protocol.base import (
 from headrace_common.wire.messages import ChoiceState, GenerateRequest
 from headrace_testing.backends import MODEL, Backend, OverRedis, make_request, make_status
 from headrace_testing.memory_queue.fairness import DEBT, Counters
+from headrace_testing.waiting import eventually
 
 LIMITS = QueueLimits(max_requests=10_000)
 
 
-def ask(tenant: str, prompt: int = 1, *, weight: float = 1, **options: int) -> GenerateRequest:
+def ask(tenant: str, prompt: int = 1, *, weight: float = 1, **options: float) -> GenerateRequest:
     request = make_request(prompt=(1,) * prompt, **options)  # type: ignore[arg-type]
     return replace(request, tenant=tenant, tenant_weight=weight)
 
@@ -249,3 +250,43 @@ def test_earlier_use_counts_up_to_a_bound() -> None:
     assert counters.used("busy") == 1000 + DEBT
     counters.begin("new", lowest=1000)
     assert counters.used("new") == 1000
+
+
+async def test_an_engine_takes_only_so_many_requests_of_low_priority(backend: Backend) -> None:
+    gateway, engine = backend.gateway(), backend.engine()
+    for priority in (1, 1, 1, 0):
+        await gateway.admit(ask("a", priority=priority), LIMITS)
+
+    first = await engine.take(9, None, 1)
+    assert [lease.request.priority for lease in first] == [0, 1]
+    assert await engine.take(9, None, 0) == []
+    await gateway.admit(ask("a"), LIMITS)
+    assert [lease.request.priority for lease in await engine.take(9, None, 0)] == [0]
+    assert (await gateway.depth(MODEL)).waiting == 2
+    assert [lease.request.priority for lease in await engine.take(9)] == [1, 1]
+
+
+async def test_requests_of_low_priority_are_counted_apart(backend: Backend) -> None:
+    gateway, engine = backend.gateway(), backend.engine()
+    assert (await gateway.depth(MODEL)).low_time_used == 0.0
+    for priority in (1, 5, 1, 0):
+        await gateway.admit(ask("a", priority=priority), LIMITS)
+    await engine.take(2)
+
+    depth = await gateway.depth(MODEL)
+    assert (depth.waiting, depth.pending) == (2, 2)
+    assert (depth.low_waiting, depth.low_pending) == (2, 1)
+    assert depth.others_oldest_age == 0.0
+    assert 0.0 <= depth.low_time_used < 0.5
+
+
+async def test_time_used_is_that_of_the_oldest_waiting_request(backend: Backend) -> None:
+    """The queue counts in milliseconds, so a deadline of 50 ms is used up soon."""
+    gateway = backend.gateway()
+    await gateway.admit(ask("a", priority=1, seconds=0.05), LIMITS)
+    await gateway.admit(ask("b", priority=1), LIMITS)
+
+    async def half_used() -> bool:
+        return (await gateway.depth(MODEL)).low_time_used >= 0.5
+
+    await eventually(half_used)

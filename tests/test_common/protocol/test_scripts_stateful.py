@@ -162,9 +162,14 @@ class ScriptsAndModel(RuleBasedStateMachine):
             return str(error)
         return admission
 
-    @rule(engine=engines, count=st.integers(1, 4), room=st.none() | st.integers(0, 12))
-    def take(self, engine: str, count: int, room: int | None) -> None:
-        real, model = (self.run(q.take(count, room)) for q in self.engines[engine])
+    @rule(
+        engine=engines,
+        count=st.integers(1, 4),
+        room=st.none() | st.integers(0, 12),
+        low=st.none() | st.integers(0, 2),
+    )
+    def take(self, engine: str, count: int, room: int | None, low: int | None) -> None:
+        real, model = (self.run(q.take(count, room, low)) for q in self.engines[engine])
         for lease in self.same(real, model):
             assert 0 < lease.left <= 600
             self.attempts[lease.request.request_id] = lease.attempt

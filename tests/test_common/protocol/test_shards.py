@@ -258,10 +258,12 @@ class Fallible(MemoryEngineQueue):
 
     away = False
 
-    async def take(self, count: int, prompt_tokens: int | None = None) -> Sequence[Lease]:
+    async def take(
+        self, count: int, prompt_tokens: int | None = None, low_priority: int | None = None
+    ) -> Sequence[Lease]:
         if self.away:
             raise BackendUnavailable("redis: gone")
-        return await super().take(count, prompt_tokens)
+        return await super().take(count, prompt_tokens, low_priority)
 
 
 async def test_an_oversized_prompt_blocks_nothing_while_its_shard_is_unreachable() -> None:
@@ -443,9 +445,11 @@ class Counted(MemoryEngineQueue):
         super().__init__(*args, **options)
         self.calls: Counter[str] = Counter()
 
-    async def take(self, count: int, prompt_tokens: int | None = None) -> Sequence[Lease]:
+    async def take(
+        self, count: int, prompt_tokens: int | None = None, low_priority: int | None = None
+    ) -> Sequence[Lease]:
         self.calls["take"] += 1
-        return await super().take(count, prompt_tokens)
+        return await super().take(count, prompt_tokens, low_priority)
 
     async def reap(self, count: int, *, suspects: bool = True) -> Sequence[Lease]:
         self.calls["reap"] += 1
@@ -486,10 +490,12 @@ async def test_an_unreachable_shard_does_not_affect_the_others() -> None:
     away: set[int] = {1}
 
     class Shard(MemoryEngineQueue):
-        async def take(self, count: int, prompt_tokens: int | None = None) -> Sequence[Lease]:
+        async def take(
+            self, count: int, prompt_tokens: int | None = None, low_priority: int | None = None
+        ) -> Sequence[Lease]:
             if self.shard in away:
                 raise BackendUnavailable("redis: connection refused")
-            return await super().take(count, prompt_tokens)
+            return await super().take(count, prompt_tokens, low_priority)
 
     engine = ShardedEngineQueue(lambda n: Shard(backend.store, "e", MODEL, shard=n), 3)
     await engine.start()

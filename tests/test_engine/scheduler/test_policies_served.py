@@ -51,17 +51,20 @@ class GatedRunner(FakeRunner):
 class Service:
     """A running worker, one gateway, and all replies to the gateway."""
 
-    def __init__(self, policy: Policy, *, lookahead: int) -> None:
+    def __init__(self, policy: Policy, *, lookahead: int, **options: Any) -> None:
+        usual = {"max_num_seqs": 1, **options}
         self.backend = InMemory()
         self.gateway: GatewayQueue = self.backend.gateway()
         self.runner = GatedRunner()
-        self.engine = engine = Engine(make_config(max_num_seqs=1), self.runner, policy)
+        self.engine = engine = Engine(
+            make_config(max_num_seqs=usual["max_num_seqs"]), self.runner, policy
+        )
         self.worker = make_worker(
             engine,
             self.backend.engine(),
             self.runner.block_size,
-            max_num_seqs=1,
             lookahead=lookahead,
+            **usual,
         )
         self.replies: list[Reply] = []
 
@@ -168,6 +171,21 @@ async def test_without_lookahead_requests_that_cannot_start_stay_in_the_queue() 
         service.runner.gate.release(1)
         await service.stood_at_gate(2)
         assert (await service.gateway.depth(MODEL)).waiting == 1
+
+
+async def test_low_priority_leaves_its_share_of_the_sequences_free() -> None:
+    service = Service(Fcfs(), lookahead=0, max_num_seqs=4, low_priority_share=0.5)
+    for name in "abc":
+        await service.admit(name, priority=1, max_tokens=50)
+    async with run(service):
+        await service.taken(waiting=1)
+        for name in "de":
+            await service.admit(name)
+        await service.taken(waiting=1)
+        depth = await service.gateway.depth(MODEL)
+        assert (depth.pending, depth.low_pending, depth.low_waiting) == (4, 2, 1)
+        service.runner.gate.release(10_000)
+        await service.ended(5)
 
 
 async def test_running_work_ends_at_its_deadline_with_its_partial_output() -> None:

@@ -1,7 +1,8 @@
 """An engine follows its model's set of adapters; the runner's part is a recorder."""
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -154,6 +155,27 @@ async def test_hub_ids_are_fetched_where_that_is_allowed(tmp_path: Path) -> None
     assert fetched == ["org/sql@v1.2"]
     assert allowed.queue.served == [adapter_key("local", ONE), adapter_key("sql", TWO)]
     assert forbidden.queue.served == []
+
+
+async def test_object_storage_is_read_where_that_is_allowed(tmp_path: Path) -> None:
+    asked: list[tuple[str, int]] = []
+
+    @contextmanager
+    def fetched(uri: str, room: int) -> Iterator[Path]:
+        asked.append((uri, room))
+        yield tmp_path / "sql"
+
+    allowed = Follower(tmp_path / "a", {"sql": ONE}, fetched=fetched, available=lambda: 99)
+    forbidden = Follower(tmp_path / "f", {"sql": ONE})
+    for follower in (allowed, forbidden):
+        adapter = await follower.add("s3://adapters/sql")
+        await follower.start()
+        await follower.turn()
+
+    assert asked == [("s3://adapters/sql", 99)]
+    assert allowed.queue.served == [adapter_key("sql", ONE)]
+    _, refused = await forbidden.report()
+    assert "set lora_object_storage" in refused[adapter.adapter_id]
 
 
 async def test_an_adapter_for_which_memory_is_short_is_refused(tmp_path: Path) -> None:

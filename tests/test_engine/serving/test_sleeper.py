@@ -8,7 +8,6 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from http import HTTPStatus
 from threading import Semaphore
-from threading import enumerate as enumerate_threads
 
 import pytest
 
@@ -184,20 +183,22 @@ async def test_a_drained_engine_sleeps_on_and_ends() -> None:
 
 
 async def test_the_end_waits_for_the_step_in_progress(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its requests are given back, and the step goes on until the loop is told to stop."""
+    """Its requests are given back; the step goes on until the loop, told to stop, is waited for."""
     async with serving() as service:
-        stop = EngineLoop.stop
+        join, joined = EngineLoop.join, set[EngineLoop]()
 
-        def stop_then_let_through(loop: EngineLoop) -> None:
-            stop(loop)
+        def let_through_and_join(loop: EngineLoop, timeout: float) -> bool:
             service.let_all_through()
+            joined.add(loop)
+            return join(loop, timeout)
 
-        monkeypatch.setattr(EngineLoop, "stop", stop_then_let_through)
+        monkeypatch.setattr(EngineLoop, "join", let_through_and_join)
         await at_the_gate(service, "a")
         service.worker.drain(within=0)
         service.worker.end()
         await service.running
-        assert "engine-loop" not in {thread.name for thread in enumerate_threads()}
+        (loop,) = joined
+        assert not loop.alive
 
 
 @pytest.mark.parametrize("level", [1, 2])

@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 
 import pytest
 
@@ -11,7 +12,7 @@ from headrace_common.observability.telemetry import Telemetry, setup
 from headrace_common.protocol.base import QueueDepth
 from headrace_common.protocol.batches import Batch, BatchProgress, BatchRequest, BatchStatus
 from headrace_gateway.queue_client.canary_comparisons import ComparisonResult
-from headrace_gateway.telemetry.batch_scrape_cache import BatchScrapeCache
+from headrace_gateway.telemetry.batch_scrape_cache import BatchScrapeCache, summed_up
 from headrace_gateway.telemetry.metrics import (
     CompletedRequest,
     GatewayMetrics,
@@ -115,6 +116,7 @@ def test_a_failed_request_names_its_error(telemetry: Telemetry) -> None:
 def test_admission_and_connections_are_counted(telemetry: Telemetry) -> None:
     metrics = GatewayMetrics(telemetry.meter)
     metrics.admitted("demo")
+    metrics.admitted("demo", low_priority=True)
     metrics.rejected("demo", RejectReason.QUEUE_FULL)
     metrics.rejected("demo", RejectReason.QUEUE_FULL)
     metrics.disconnected("demo")
@@ -122,7 +124,8 @@ def test_admission_and_connections_are_counted(telemetry: Telemetry) -> None:
     metrics.started("demo", stream=False)
     metrics.stopped("demo", stream=False)
     families = scrape(url_of(telemetry))
-    assert value(families, "headrace_queue_admitted_total") == 1
+    assert value(families, "headrace_queue_admitted_total") == 2
+    assert value(families, "headrace_queue_low_priority_admitted_total") == 1
     assert value(families, "headrace_queue_rejected_total", reason="queue_full") == 2
     assert value(families, "headrace_gateway_disconnects_total") == 1
     assert value(families, "headrace_gateway_requests_in_flight", stream="true") == 1
@@ -243,6 +246,15 @@ async def test_open_batches_are_those_of_all_gateways(telemetry: Telemetry) -> N
     assert value(families, "headrace_batch_requests_left") == 18
     assert value(families, "headrace_batch_oldest_age_seconds") == 100
     assert value(families, "headrace_batch_ended_total", state="expired") == 0
+
+
+async def test_batches_behind_their_pace_are_told_by_model() -> None:
+    """Four of ten results are enough at 44 % of the window, but not at 47 %."""
+    opened = [open_batch(created, BatchStatus.IN_PROGRESS) for created in (-37_000, -40_000)]
+    batches = [replace(each, progress=replace(each.progress, models=("a", "b"))) for each in opened]
+
+    assert summed_up(batches, now=1000).behind == {"a": 1, "b": 1}
+    assert summed_up(batches[:1], now=1000).behind == {}
 
 
 async def test_tokens_of_placed_prompts_are_counted_by_kind(telemetry: Telemetry) -> None:

@@ -161,6 +161,41 @@ def test_engines_with_a_queue_of_their_own_have_adapters_as_settings() -> None:
     assert "HEADRACE_ENGINE_LORA_DIR" not in values
 
 
+def test_engines_fetch_adapters_from_object_storage_with_a_secret() -> None:
+    bucket = {"name": "sql", "uri": "s3://adapters/sql"}
+    storage = {
+        "endpoint": "http://minio:9000",
+        "region": "eu-1",
+        "credentialsSecret": "s3",
+    }
+    lora = {"adapters": [bucket], "objectStorage": storage}
+    values = env(lora=lora)
+    assert (values["AWS_ENDPOINT_URL"], values["AWS_REGION"]) == ("http://minio:9000", "eu-1")
+    assert values["HEADRACE_ENGINE_LORA_OBJECT_STORAGE"] == "true"
+    (container,) = pod(lora=lora)["containers"]
+    assert container["envFrom"] == [{"secretRef": {"name": "s3"}}]
+    assert folders(service(lora=lora).spec) == {"sql": "s3://adapters/sql"}
+    policy = network_policy(service(model={"local": {"path": "/m"}}, lora=lora), PLATFORM)
+    assert policy is not None
+    assert {port["port"] for rule in policy["spec"]["egress"] for port in rule["ports"]} == {
+        *(53, 6379, 9000)
+    }
+
+
+def test_low_priority_that_yields_leaves_room_on_engines() -> None:
+    scaling = {"lowPriority": "Yield", "targets": {"utilization": 0.6}}
+    assert env(scaling=scaling)["HEADRACE_ENGINE_LOW_PRIORITY_SHARE"] == "0.6"
+    assert "HEADRACE_ENGINE_LOW_PRIORITY_SHARE" not in env(), "older images do not know it"
+
+
+def test_adapters_in_a_known_object_store_change_no_pod() -> None:
+    more = [{"name": "sql", "uri": "s3://adapters/sql"}]
+    assert pod(lora={"adapters": more, "objectStorage": {}}) == pod(
+        lora={"adapters": [], "objectStorage": {}}
+    )
+    assert "LORA_OBJECT_STORAGE" not in str(pod(lora={"adapters": []})), "older images"
+
+
 def test_the_grace_period_outlasts_the_drain() -> None:
     found = pod(drain={"timeoutSeconds": 90})
     assert found["terminationGracePeriodSeconds"] == 105

@@ -3,6 +3,7 @@ tests."""
 
 from dataclasses import replace
 from math import sqrt
+from typing import Any
 
 import numpy as np
 import pytest
@@ -12,6 +13,7 @@ from headrace_operator.scaling import (
     EngineSignals,
     Forecast,
     History,
+    LowPrioritySignals,
     PolicyError,
     QueueSignals,
     Reason,
@@ -214,6 +216,64 @@ def test_a_surge_is_continued_for_as_long_as_a_start_takes() -> None:
     assert calm < soon < late
 
 
+def see_batches(
+    low: LowPrioritySignals, *, ready: int = 2, share: float = 0.9, **queue: Any
+) -> ScalingObservation:
+    """Engines that are 90 % full, with these requests of low priority among all."""
+    seen = see(ready, share=share, kv=share, **queue)
+    assert seen.queue is not None
+    return replace(seen, queue=replace(seen.queue, low_priority=low))
+
+
+FULL = LowPrioritySignals(waiting=500, pending=100, arrival_rate=5.0)
+WAITING: dict[str, Any] = {"waiting": 500, "pending": 180, "arrival_rate": 6.0, "oldest_age": 900.0}
+YIELDS = replace(POLICY, low_priority_yields=True)
+
+
+def test_low_priority_that_yields_asks_for_no_engines() -> None:
+    """80 of 200 sequences and 1 request a second are of others, which two engines serve."""
+    seen = see_batches(FULL, **WAITING)
+
+    assert decide(seen, YIELDS, History(), 0.0).replicas == 2
+    assert decide(seen, POLICY, History(), 0.0).replicas > 2
+
+
+@pytest.mark.parametrize("due", [{"time_used": 0.5}, {"batches_behind": 1}])
+def test_low_priority_that_is_due_asks_for_engines(due: dict[str, Any]) -> None:
+    seen = see_batches(replace(FULL, **due), **WAITING)
+
+    assert decide(seen, YIELDS, History(), 0.0).replicas > 2
+    almost = see_batches(replace(FULL, time_used=0.49), **WAITING)
+    assert decide(almost, YIELDS, History(), 0.0).replicas == 2
+
+
+def test_other_requests_beside_low_priority_ask_for_engines() -> None:
+    """The others have waited too long, arrive faster than two engines serve, or fill them."""
+    waits = see_batches(replace(FULL, others_oldest_age=11.0), **{**WAITING, "waiting": 501})
+    arrives = see_batches(replace(FULL, arrival_rate=3.0), **WAITING)
+    runs = see_batches(replace(FULL, pending=20), **WAITING)
+
+    reasons = [decide(seen, YIELDS, History(), 0.0).reason for seen in (waits, arrives, runs)]
+    assert reasons == [Reason.OLDEST_AGE, Reason.ARRIVALS, Reason.RUNNING]
+
+
+def test_low_priority_alone_keeps_one_engine() -> None:
+    policy = replace(YIELDS, min_replicas=0, idle_time=10.0)
+    low = LowPrioritySignals(waiting=9)
+    first = decide(see_batches(low, ready=0, share=0.0, waiting=9), policy, History(), 0.0)
+    assert (first.replicas, first.reason) == (1, Reason.FROM_ZERO)
+
+    low = LowPrioritySignals(waiting=500, pending=90, arrival_rate=5.0)
+    queue: dict[str, Any] = {"waiting": 500, "pending": 90, "arrival_rate": 5.0}
+    history, counts = first.history, []
+    for now in (100.0, 200.0, 300.0):
+        seen = replace(see_batches(low, ready=1, **queue), at=now)
+        decision = decide(seen, policy, history, now)
+        history = decision.history
+        counts.append(decision.replicas)
+    assert counts == [1, 1, 1]
+
+
 def test_arrivals_within_their_noise_are_no_surge() -> None:
     history = History(arrivals=4.0, surge=4.2)
 
@@ -226,7 +286,7 @@ def test_the_noise_of_a_surge_is_that_of_the_difference_between_two_means_of_arr
     history, differences = History(), []
     for look, count in enumerate(counts):
         now = 5.0 * look
-        history = history.learn(see(4, at=now, arrival_rate=count / 5), POLICY, now)
+        history = history.learn(see(4, at=now), POLICY, now, count / 5)
         assert history.surge is not None and history.arrivals is not None
         differences.append(history.surge - history.arrivals)
 

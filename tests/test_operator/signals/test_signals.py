@@ -3,6 +3,7 @@
 import json
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from typing import Any
 
 import aiohttp
@@ -10,10 +11,11 @@ import pytest
 from aiohttp import web
 
 from headrace_operator.errors import SignalsUnavailable
+from headrace_operator.scaling import LowPrioritySignals
 from headrace_operator.signals import fetch
 from headrace_operator.signals.prometheus import PrometheusSignals, queries, value_of
 from headrace_operator.signals.scrape import ScrapedSignals, parse
-from headrace_operator.signals.signals import Counters, PodAddress, rates
+from headrace_operator.signals.signals import Counters, PodAddress, gateway_counters, rates
 from headrace_operator.spec.prometheus_urls import PrometheusUrls
 from headrace_testing.model_services import service
 
@@ -285,6 +287,52 @@ async def test_prometheus_gives_the_same_signals() -> None:
     assert found.engines.capacity == 32
     assert found.engines.output_tokens_per_second == 30
     assert found.engines.prefill_seconds == 0.25
+
+
+LOW_PRIORITY = LowPrioritySignals(
+    waiting=4,
+    pending=2,
+    arrival_rate=0.5,
+    time_used=0.25,
+    batches_behind=1,
+    others_oldest_age=1.25,
+)
+
+
+async def test_low_priority_is_read_from_gateways_that_tell_it(pods: Pods) -> None:
+    label = f"{{{MODEL}}}"
+    page = gateway_page(40) + (
+        f"headrace_queue_low_priority_depth{label} 4\n"
+        f"headrace_queue_low_priority_pending{label} 2\n"
+        f"headrace_queue_low_priority_time_used{label} 0.25\n"
+        f"headrace_queue_others_oldest_age_seconds{label} 1.25\n"
+        f"headrace_batch_behind{label} 1\n"
+    )
+    signals = source(pods, "g1")
+    pods.pages = {"g1": gateway_page(40)}
+    old = await signals.read(service(), ())
+    assert old.queue is not None and old.queue.low_priority is None
+
+    pods.pages = {"g1": page}
+    found = await signals.read(service(), ())
+    assert found.queue is not None
+    assert found.queue.low_priority == replace(LOW_PRIORITY, arrival_rate=0.0)
+
+
+def test_arrivals_of_low_priority_are_a_rate_of_their_own() -> None:
+    def counters(at: float, low: int) -> Counters:
+        text = f"headrace_queue_low_priority_admitted_total{{{MODEL}}} {low}\n"
+        return gateway_counters(parse(gateway_page(1) + text, "qwen"), at)
+
+    assert rates({"g": counters(0, 5)}, {"g": counters(10, 10)})["low_arrivals"] == 0.5
+
+
+async def test_prometheus_gives_the_same_signals_of_low_priority() -> None:
+    values = {"low_waiting": 4, "low_pending": 2, "low_arrivals": 0.5, "low_time_used": 0.25}
+    others = {"batches_behind": 1, "others_oldest_age": 1.25}
+    async with prometheus({"at": 990.0, "waiting": 5, **values, **others}) as signals:
+        found = await signals.read(service(), ())
+    assert found.queue is not None and found.queue.low_priority == LOW_PRIORITY
 
 
 async def test_a_prometheus_without_metrics_of_the_queue_is_reported() -> None:

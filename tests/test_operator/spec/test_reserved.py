@@ -55,6 +55,15 @@ def variable(secret: str) -> dict[str, Any]:
             {"model": {"uri": {"uri": "s3://a/b", "credentialsSecret": "headrace-redis"}}},
             "spec.model.uri.credentialsSecret",
         ),
+        (
+            {
+                "lora": {
+                    "adapters": [],
+                    "objectStorage": {"credentialsSecret": "headrace-redis"},
+                }
+            },
+            "spec.lora.objectStorage.credentialsSecret",
+        ),
         ({"queue": {"urlSecret": {"name": "headrace-redis"}}}, "spec.queue.urlSecret.name"),
         ({"engine": {"imagePullSecrets": ["headrace-redis"]}}, "spec.engine.imagePullSecrets.0"),
     ],

@@ -52,7 +52,18 @@ def test_the_served_name_may_differ_from_the_object() -> None:
         ({"model": {"uri": {"uri": "http://x/y"}}}, "spec.model.uri.uri", "http://x/y"),
         ({"engin": {}}, "spec.engin", "not permitted"),
         ({"lora": {"adapters": [{"name": "a"}]}}, "spec.lora.adapters.0", "exactly one of path"),
+        ({"scaling": {"mode": "hpa", "lowPriority": "Yield"}}, "spec.scaling", "needs mode"),
         ({"lora": {"adapters": [{"name": "a", "path": "/a"}] * 2}}, "spec.lora", "must differ"),
+        (
+            {"lora": {"adapters": [{"name": "a", "uri": "s3://bkt/a"}]}},
+            "spec.lora",
+            "objectStorage",
+        ),
+        (
+            {"lora": {"adapters": [{"name": "a", "uri": "s3://b"}], "objectStorage": {}}},
+            "spec.lora.adapters.0.uri",
+            "must be s3://bucket/folder",
+        ),
         ({"engine": {"gpu": {"count": 0}}}, "spec.engine.gpu.count", "0 is wrong"),
         (
             {"engine": {"tensorParallelSize": 32}},
@@ -242,7 +253,7 @@ def test_rules_of_sections_are_rules_of_the_schema() -> None:
     spec = schema.spec_schema()
     found = [rule for node in _walk(spec) for rule in node.get("x-kubernetes-validations", ())]
     ours = {rule["message"] for rule in found if "messageExpression" not in rule}
-    assert len(ours) == 20
+    assert len(ours) == 22
 
 
 @pytest.mark.parametrize(
@@ -328,7 +339,8 @@ def test_engine_settings_are_those_of_the_engine() -> None:
     own |= {"node_secret_file", "node_timeout"}
     own |= {"redis_credentials", "sealing_keys_file", "sealing_mode"}
     own |= {"enable_lora", "lora_modules", "max_loras", "max_lora_rank", "max_cpu_loras"}
-    own |= {"lora_dir", "lora_hub", "lora_experts"}
+    own |= {"lora_dir", "lora_hub", "lora_object_storage", "lora_experts"}
+    own |= {"low_priority_share"}
     own |= {"enable_sleep_mode", "sharing_group", "sharing_sleep_level", "sharing_timeout"}
     own |= {"sharing_min_awake", "sharing_max_awake"}
     assert set(EngineSettingsSpec.model_fields) == set(EngineSettings.model_fields) - own

@@ -5,7 +5,7 @@ It takes a few round trips and reads no prompts.
 
 import math
 from collections.abc import Awaitable, Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 from redis.exceptions import ResponseError
 
@@ -19,6 +19,16 @@ MOST_TENANTS = 64  # the next tenants, of which the oldest request is read
 Pipeline = Callable[..., Awaitable[list[Any]]]
 
 
+class _Oldest(NamedTuple):
+    """The oldest waiting request of a priority, and when it was admitted, in Unix ms."""
+
+    admitted: float
+    request_id: str
+
+
+_NONE = _Oldest(math.inf, "")
+
+
 async def depth_of(pipeline: Pipeline, shard: ShardKeys) -> QueueDepth:
     """The depth of a shard. `pipeline` runs commands in one round trip."""
     commands: list[Command] = [("HMGET", shard.stats, "wt", "p1", "p2", "p3"), ("TIME",)]
@@ -27,51 +37,72 @@ async def depth_of(pipeline: Pipeline, shard: ShardKeys) -> QueueDepth:
         commands += [("XLEN", queue), ("XINFO GROUPS", queue)]
     results = await pipeline(*commands, raise_on_error=False)
     (tokens, *lists), (seconds, micros), dead_letters, *queues = results
-    waiting = pending = 0
-    oldest = math.inf
+    waiting, pending, oldest = [], [], []
     for number, queue in enumerate(shard.queues):
         length, groups = queues[2 * number : 2 * number + 2]
         group = _group(groups)
         started = group["pending"] if group else 0
         blocked = max(0, int(lists[number] or 0))
-        waiting += max(0, length - started) + blocked
-        pending += started
+        waiting.append(max(0, length - started) + blocked)
+        pending.append(started)
+        first = _NONE
         if length > started:
-            oldest = min(oldest, await _oldest(pipeline, queue, group))
+            first = await _oldest(pipeline, queue, group)
         if blocked:
-            oldest = min(oldest, await _oldest_blocked(pipeline, shard, number + 1))
+            first = min(first, await _oldest_blocked(pipeline, shard, number + 1))
+        oldest.append(first)
     now = seconds * 1000 + micros / 1000
+    *others, low = oldest
     return QueueDepth(
-        waiting=waiting,
-        waiting_tokens=max(0, int(tokens or 0)) if waiting else 0,
-        pending=pending,
-        oldest_age=0.0 if oldest == math.inf else max(0.0, (now - oldest) / 1000),
+        waiting=sum(waiting),
+        waiting_tokens=max(0, int(tokens or 0)) if any(waiting) else 0,
+        pending=sum(pending),
+        oldest_age=_age(min(oldest), now),
         dead_letters=dead_letters,
+        others_oldest_age=_age(min(others), now),
+        low_waiting=waiting[-1],
+        low_pending=pending[-1],
+        low_time_used=await _time_used(pipeline, shard, low, now),
     )
 
 
-async def _oldest(pipeline: Pipeline, queue: str, group: dict[str, Any] | None) -> float:
-    """When the first unread entry was written, Unix ms; infinity if there is none."""
+def _age(oldest: _Oldest, now_ms: float) -> float:
+    return 0.0 if oldest is _NONE else max(0.0, (now_ms - oldest.admitted) / 1000)
+
+
+async def _time_used(pipeline: Pipeline, shard: ShardKeys, oldest: _Oldest, now_ms: float) -> float:
+    """The share of the time until its deadline for which a request has waited; 0 without one."""
+    if oldest is _NONE:
+        return 0.0
+    (deadline,) = await pipeline(("HGET", shard.record(oldest.request_id), "d"))
+    time = float(deadline or math.inf) - oldest.admitted
+    return min(1.0, max(0.0, (now_ms - oldest.admitted) / max(1.0, time)))
+
+
+async def _oldest(pipeline: Pipeline, queue: str, group: dict[str, Any] | None) -> _Oldest:
+    """The first unread entry; _NONE if there is none."""
     last = group["last-delivered-id"].decode() if group else "0-0"
     (found,) = await pipeline(("XRANGE", queue, f"({last}", "+", "COUNT", 1))
     if not found:
-        return math.inf
+        return _NONE
     name, fields = found[0]
-    return float(fields.get(b"t") or name.split(b"-")[0])
+    admitted = float(fields.get(b"t") or name.split(b"-")[0])
+    return _Oldest(admitted, fields.get(b"r", b"").decode())
 
 
-async def _oldest_blocked(pipeline: Pipeline, shard: ShardKeys, priority: int) -> float:
-    """When the oldest request in its tenant's list was admitted, Unix ms."""
+async def _oldest_blocked(pipeline: Pipeline, shard: ShardKeys, priority: int) -> _Oldest:
+    """The oldest request in its tenant's list; _NONE if there is none."""
     (tenants,) = await pipeline(("ZRANGE", shard.waiting_tenants(priority), 0, MOST_TENANTS - 1))
     if not tenants:
-        return math.inf
+        return _NONE
     lists = [shard.tenant_list(priority, tenant.decode()) for tenant in tenants]
     first = await pipeline(*(("LINDEX", name, 0) for name in lists))
-    records = [shard.record(rid.decode()) for rid in first if rid is not None]
-    if not records:
-        return math.inf
-    times = await pipeline(*(("HGET", record, "t") for record in records))
-    return min((float(at) for at in times if at), default=math.inf)
+    ids = [rid.decode() for rid in first if rid is not None]
+    if not ids:
+        return _NONE
+    times = await pipeline(*(("HGET", shard.record(rid), "t") for rid in ids))
+    found = (_Oldest(float(at), rid) for at, rid in zip(times, ids, strict=True) if at)
+    return min(found, default=_NONE)
 
 
 async def rate_of(pipeline: Pipeline, shard: ShardKeys) -> float:

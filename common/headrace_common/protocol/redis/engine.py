@@ -134,7 +134,9 @@ class RedisEngineQueue:
     async def engines(self) -> Sequence[EngineStatus]:
         return await read_statuses(self._pipeline, self._model)
 
-    async def take(self, count: int, prompt_tokens: int | None = None) -> Sequence[Lease]:
+    async def take(
+        self, count: int, prompt_tokens: int | None = None, low_priority: int | None = None
+    ) -> Sequence[Lease]:
         shard = self._keys
         prefixes = [shard.records, shard.payloads, shard.journals]
         room = -1 if prompt_tokens is None else prompt_tokens
@@ -152,6 +154,7 @@ class RedisEngineQueue:
                 self._bounds.fewest,
                 -1 if self._bounds.most is None else self._bounds.most,
                 int(self._bounds.hold * 1000),
+                -1 if low_priority is None else max(0, low_priority),
                 *self._side_args(),
                 *self._adapters,
             ],

@@ -118,14 +118,16 @@ class ShardedEngineQueue:
     async def engines(self) -> Sequence[EngineStatus]:
         return await self._first.engines()
 
-    async def take(self, count: int, prompt_tokens: int | None = None) -> Sequence[Lease]:
+    async def take(
+        self, count: int, prompt_tokens: int | None = None, low_priority: int | None = None
+    ) -> Sequence[Lease]:
         """Like EngineQueue.take: a part from each shard, then more from shards that have more.
 
         Each call starts with another shard. If the next request of a shard does not fit, nothing is
         taken from other shards until it does; otherwise they would use up the room again and again.
         """
         if len(self._shards) == 1:
-            return await self._first.take(count, prompt_tokens)
+            return await self._first.take(count, prompt_tokens, low_priority)
         leases: list[Lease] = []
         if self._lacking_room is None:
             self._turn = (self._turn + 1) % len(self._shards)
@@ -135,7 +137,11 @@ class ShardedEngineQueue:
             more = []
             for place, shard in enumerate(turn):
                 wanted = -(-(count - len(leases)) // (len(turn) - place))
-                found = await self._take(shard, wanted, prompt_tokens) if wanted else ()
+                found = (
+                    await self._take(shard, wanted, prompt_tokens, low_priority) if wanted else ()
+                )
+                if low_priority is not None:
+                    low_priority -= sum(each.request.priority > 0 for each in found)
                 if prompt_tokens is not None:
                     prompt_tokens -= sum(len(each.request.prompt_token_ids) for each in found)
                 leases += found
@@ -156,12 +162,14 @@ class ShardedEngineQueue:
         watch = self._watches.get(number)
         return number in self._empty and watch is not None and not watch.done()
 
-    async def _take(self, shard: ShardQueue, count: int, tokens: int | None) -> Sequence[Lease]:
+    async def _take(
+        self, shard: ShardQueue, count: int, tokens: int | None, low_priority: int | None
+    ) -> Sequence[Lease]:
         """Takes from one shard; nothing while the shard is unreachable."""
         await self._unwatch(shard.shard)
         self._empty.discard(shard.shard)
         try:
-            found = await shard.take(count, tokens)
+            found = await shard.take(count, tokens, low_priority)
         except BackendUnavailable as error:
             _note_away(shard, error)
             self._leave_alone(shard)

@@ -41,6 +41,7 @@ from .records import Ending, Record, Taken
 from .shards import Log, Round, Shard
 
 SHARE = 16
+LOW = 3
 LOOK_AGAIN = 0.1  # seconds
 SUSPECT, POISON = 2, 4
 ALL = TakeBounds()
@@ -232,11 +233,13 @@ class MemoryBackend:
         adapters: Collection[str] = (),
         side: EngineSide | None = None,
         bounds: TakeBounds = ALL,
+        low_priority: int | None = None,
     ) -> Round:
         """TAKE."""
         most = math.inf if room is None else room
         turn = Round(engine, count, most, {"", *adapters}, bounds)
         turn.side = side or turn.side
+        turn.low_room = low_priority
         for priority in (2, 3):
             share = min(shard.due[priority] // SHARE, turn.left)
             self._take(shard, priority, share, turn)
@@ -270,6 +273,8 @@ class MemoryBackend:
         if record.deadline <= self.clock():
             self._remove_placed(shard, rid)
             turn.endings.append(self._fail(shard, queue.pop(), FailureCode.DEADLINE, False))
+        elif record.priority == LOW and turn.low_room == 0:
+            turn.lacking.add(LOW)
         elif not turn.takes(record, self.clock()):
             self._leave_to_others(shard, queue, turn)
         elif record.placed not in ("", turn.engine) and self._gives_way(shard, rid, turn):
@@ -282,6 +287,8 @@ class MemoryBackend:
             shard.counters.serve(record.tenant, cost(record.prompt_tokens, record.weight))
             taken = self._lease(queue.pop(), record, turn.engine, turn.side, suspect=False)
             turn.taken.append(taken)
+            if turn.low_room is not None and record.priority == LOW:
+                turn.low_room -= 1
 
     def _leave_to_others(self, shard: Shard, queue: FairQueue, turn: Round) -> None:
         """Takes the next request that the engine takes before the first, or nothing more."""

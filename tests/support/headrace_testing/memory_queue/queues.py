@@ -49,7 +49,7 @@ from headrace_common.wire.messages import (
     decode_request,
 )
 
-from .backend import MemoryBackend
+from .backend import LOW, MemoryBackend
 from .images import drop_images, keep_images
 from .records import Ending, Record, Taken
 from .shards import Log, Shard
@@ -214,13 +214,23 @@ class MemoryGatewayQueue:
     def _depth(self, shard: Shard) -> QueueDepth:
         waiting, tokens = self._backend.waiting(shard)
         ids = [rid for queue in shard.waiting.values() for rid in queue]
-        oldest = min((shard.records[rid].admitted for rid in ids), default=self._backend.clock())
+        now = self._backend.clock()
+        oldest = min((shard.records[rid].admitted for rid in ids), default=now)
+        low = [shard.records[rid] for rid in shard.waiting[LOW]]
+        others = [shard.records[rid] for rid in ids if shard.records[rid].priority != LOW]
+        first = min(low, key=lambda record: record.admitted, default=None)
         return QueueDepth(
             waiting=waiting,
             waiting_tokens=tokens,
             pending=sum(1 for _ in shard.started()),
-            oldest_age=self._backend.clock() - oldest,
+            oldest_age=now - oldest,
             dead_letters=len(shard.dead_letters),
+            others_oldest_age=now - min((each.admitted for each in others), default=now),
+            low_waiting=len(low),
+            low_pending=sum(record.priority == LOW for _, record in shard.started()),
+            low_time_used=0.0
+            if first is None
+            else (now - first.admitted) / (first.deadline - first.admitted),
         )
 
     async def engines(self, model: str) -> Sequence[EngineStatus]:
@@ -281,7 +291,9 @@ class MemoryEngineQueue:
     async def engines(self) -> Sequence[EngineStatus]:
         return _engines(self._backend, self._model)
 
-    async def take(self, count: int, prompt_tokens: int | None = None) -> Sequence[Lease]:
+    async def take(
+        self, count: int, prompt_tokens: int | None = None, low_priority: int | None = None
+    ) -> Sequence[Lease]:
         shard = self._backend.shard(self._model, self.shard)
         turn = self._backend.take(
             shard,
@@ -291,6 +303,7 @@ class MemoryEngineQueue:
             self._adapters,
             self._side,
             self._bounds,
+            low_priority,
         )
         self._left = self._newest(shard) if turn.stopped else set()
         self._free_at = turn.free_at

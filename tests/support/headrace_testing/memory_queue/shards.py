@@ -71,7 +71,8 @@ class Round:
     It may take `most` requests, and prompt tokens while there is `room`. `stopped` says that the
     next request does not fit or, until `free_at`, belongs to another engine. `adapters` are those
     that the engine has loaded, and ""; `lacking` are priorities whose first request is none that
-    the engine takes. `side` is its side.
+    the engine takes. It may take `low_room` requests of low priority (None: any number). `side` is
+    its side.
     """
 
     engine: str
@@ -80,6 +81,7 @@ class Round:
     adapters: set[str] = field(default_factory=lambda: {""})
     bounds: TakeBounds = TakeBounds()
     lacking: set[int] = field(default_factory=set)
+    low_room: int | None = None
     side: EngineSide = field(default_factory=lambda: EngineSide(alone=True))
     taken: list[Taken] = field(default_factory=list)
     endings: list[Ending] = field(default_factory=list)

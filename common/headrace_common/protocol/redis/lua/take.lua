@@ -8,8 +8,8 @@
 --       are made here from the prefixes: same hash tag, same slot.
 -- ARGV  1 engine id, 2 most requests, 3 most prompt tokens (-1: any), 4 protocol version,
 --       5 ms to keep the record of one that ends here, 6 fewest and 7 most tokens of a prompt (-1: any)
---       that it takes, 8 ms for which it leaves others to other engines, 9-11 those of variants.lua,
---       then the adapters that the engine has loaded
+--       that it takes, 8 ms for which it leaves others to other engines, 9 most requests of low priority
+--       (-1: any), 10-12 those of variants.lua, then the adapters that the engine has loaded
 -- Result  {leases, endings, left}. lease {request id, attempt, gateway, recovered, suspect, payload,
 --         placed: 0 with no engine, 1 with this one, 2 with another, ms since it was admitted,
 --         ms until its deadline, OWN or FOREIGN};
@@ -18,15 +18,16 @@
 --         this engine takes, and so many ms later it looks again; or {}
 local stats, letters, wakeups = KEYS[1], KEYS[2], KEYS[3]
 local engine, version, ttl = ARGV[1], tonumber(ARGV[4]), ARGV[5]
-local room = tonumber(ARGV[3])
+local room, low_room = tonumber(ARGV[3]), tonumber(ARGV[9])
 local SHARE = 16
+local LOW = 3
 local now = now_ms()
 local leases, endings, left = {}, {}, {}
 local charged, served = {}, nil -- tokens of the tenants that were served, and which of them last
 local stopped = {} -- for each priority, `left` if its first request is none that the engine takes
 read_bounds(6, now)
-read_variant(9)
-read_adapters(12)
+read_variant(10)
+read_adapters(13)
 
 -- The id just below `id`; if the group has read it last, `id` is next again.
 local function before(id)
@@ -100,11 +101,15 @@ local function give_way(queue, priority, id, rid, v)
   return true
 end
 
--- Leaves an entry just read, which this engine does not take, to other engines.
-local function leave_to_others(queue, priority, id, rid, v)
-  if pass_over(queue, priority, id, rid, v, now) then return end
+-- Leaves an entry just read, and those after it in its class, in the queue for now.
+local function leave(queue, priority, id, rid)
   unread(queue, id, rid)
   stopped[priority] = { priority, id, LOOK_AGAIN }
+end
+
+-- Leaves an entry just read, which this engine does not take, to other engines.
+local function leave_to_others(queue, priority, id, rid, v)
+  if not pass_over(queue, priority, id, rid, v, now) then leave(queue, priority, id, rid) end
 end
 
 -- Handles one entry just read. v: the fields of its request, if they were looked up.
@@ -123,6 +128,8 @@ local function deal(queue, priority, id, rid, v)
     no_longer_waiting(priority, v[9] or 'default', v[7])
     unplace(priority, v[10], rid)
     redis.call('XADD', wakeups, 'MAXLEN', '~', 16, '*', 'r', rid)
+  elseif priority == LOW and low_room == 0 then
+    leave(queue, priority, id, rid)
   elseif is_for_others(v[15], v[8], v[12], now) or lacks_adapter(RECORDS .. rid, v[6]) then
     leave_to_others(queue, priority, id, rid, v)
   elseif placed(v) == 2 and give_way(queue, priority, id, rid, v) then
@@ -137,6 +144,7 @@ local function deal(queue, priority, id, rid, v)
       fail(queue, priority, id, rid, v, 'state_lost')
     else
       if room >= 0 then room = room - tonumber(v[8]) end
+      if priority == LOW then low_room = low_room - 1 end
       lease(priority, id, rid, v, payload)
     end
   end
