@@ -81,8 +81,8 @@ up: install ## serve the bundled model on http://localhost:8000
 	@($(BIN)/python requirements/compile_packages.py $$$$ > /dev/null 2>&1 &); exec $(BIN)/headrace up $(ARGS)
 
 # Files stay whole, as their tests share processes; ARGS="-n 0" runs them in one process.
-test: install-dev ## run all tests, three files at a time
-	$(BIN)/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder $(ARGS)
+test: install-dev ## run all tests, four files at a time
+	$(BIN)/python -m pytest -n 4 --dist loadfile --no-loadscope-reorder $(ARGS)
 
 test-readme: install-dev ## type the README's first commands in a new clone, with empty caches (some minutes)
 	$(BIN)/python -m pytest tests/test_first_answer.py -m bare -n 0 -s $(ARGS)

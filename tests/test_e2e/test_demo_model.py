@@ -1,6 +1,7 @@
 """The demo model as `headrace up` serves it without a flag: tools, reasoning, JSON."""
 
 import json
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -24,8 +25,9 @@ MODEL = "headrace-demo"
 
 
 @pytest.fixture
-def client(served: UpProcess) -> OpenAI:
-    return OpenAI(base_url=f"{served.url}/v1", api_key="none")
+def client(served: UpProcess) -> Iterator[OpenAI]:
+    with OpenAI(base_url=f"{served.url}/v1", api_key="none") as client:
+        yield client
 
 
 @pytest.mark.parametrize("choice", ["auto", "required"])

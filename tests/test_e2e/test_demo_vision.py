@@ -109,15 +109,20 @@ def transfer(page: Page, place: str, kind: str, *files: Any) -> None:
 
 
 def test_a_picture_is_described(up: UpProcess, scene: Picture, number: Picture) -> None:
-    client = OpenAI(base_url=f"{up.url}/v1", api_key="none")
-    for picture in (scene, number):
-        data = base64.b64encode(png(picture)).decode()
-        image: Any = {"type": "image_url", "image_url": {"url": f"data:image/png;base64,{data}"}}
-        asked: Any = {"type": "text", "text": "What do you see?"}
-        answer = client.chat.completions.create(
-            model=DEMO_VISION, messages=[{"role": "user", "content": [image, asked]}], temperature=0
-        )
-        assert answer.choices[0].message.content == f"I see {picture}."
+    with OpenAI(base_url=f"{up.url}/v1", api_key="none") as client:
+        for picture in (scene, number):
+            data = base64.b64encode(png(picture)).decode()
+            image: Any = {
+                "type": "image_url",
+                "image_url": {"url": f"data:image/png;base64,{data}"},
+            }
+            asked: Any = {"type": "text", "text": "What do you see?"}
+            answer = client.chat.completions.create(
+                model=DEMO_VISION,
+                messages=[{"role": "user", "content": [image, asked]}],
+                temperature=0,
+            )
+            assert answer.choices[0].message.content == f"I see {picture}."
 
 
 def test_a_picture_is_read_in_the_console(

@@ -75,40 +75,43 @@ def waiting(gateway: GatewayProcess) -> float:
 def test_a_registered_model_is_served_without_configuration(
     engine_of: EngineMaker, valkey: ValkeyServer, gateway: GatewayProcess, tmp_path: Path
 ) -> None:
-    client = OpenAI(base_url=f"{gateway.url}/v1", api_key="x", max_retries=0, timeout=120)
-    assert list(client.models.list()) == []
-    with pytest.raises(NotFoundError, match="none is registered yet"):
-        client.completions.create(model=MODEL, prompt="x")
+    with OpenAI(base_url=f"{gateway.url}/v1", api_key="x", max_retries=0, timeout=120) as client:
+        assert list(client.models.list()) == []
+        with pytest.raises(NotFoundError, match="none is registered yet"):
+            client.completions.create(model=MODEL, prompt="x")
 
-    template = tmp_path / "template"
-    template.write_text(TEMPLATE)
-    flags = ("--owner", OWNER, "--chat-template", str(template), "--max-model-len", "300")
-    with engine_of(tmp_path / "engine", *flags) as engine:
-        engine.await_log("engine ready")
-        answer = client.chat.completions.create(
-            model=MODEL, messages=[{"role": "user", "content": "x"}], max_tokens=4, temperature=0
-        )
-        assert answer.usage is not None and answer.usage.completion_tokens == 4
-        assert answer.usage.prompt_tokens == prompt_tokens(gateway, "hello x")
+        template = tmp_path / "template"
+        template.write_text(TEMPLATE)
+        flags = ("--owner", OWNER, "--chat-template", str(template), "--max-model-len", "300")
+        with engine_of(tmp_path / "engine", *flags) as engine:
+            engine.await_log("engine ready")
+            answer = client.chat.completions.create(
+                model=MODEL,
+                messages=[{"role": "user", "content": "x"}],
+                max_tokens=4,
+                temperature=0,
+            )
+            assert answer.usage is not None and answer.usage.completion_tokens == 4
+            assert answer.usage.prompt_tokens == prompt_tokens(gateway, "hello x")
 
-    (model,) = client.models.list()
-    assert (model.id, model.model_extra and model.model_extra["max_model_len"]) == (MODEL, 300)
-    with httpx.Client(base_url=gateway.url, timeout=120) as http:
-        body = {"model": MODEL, "prompt": "x", "max_tokens": 4}
-        with http.stream("POST", "/v1/completions", json={**body, "stream": True}) as queued:
-            assert queued.status_code == 200
-            until(lambda: waiting(gateway) == 1, "the request to wait for an engine")
+        (model,) = client.models.list()
+        assert (model.id, model.model_extra and model.model_extra["max_model_len"]) == (MODEL, 300)
+        with httpx.Client(base_url=gateway.url, timeout=120) as http:
+            body = {"model": MODEL, "prompt": "x", "max_tokens": 4}
+            with http.stream("POST", "/v1/completions", json={**body, "stream": True}) as queued:
+                assert queued.status_code == 200
+                until(lambda: waiting(gateway) == 1, "the request to wait for an engine")
 
-            assert not remove(valkey, "someone/else")
-            assert remove(valkey, OWNER)
-            stream = "".join(queued.iter_text())
-    error = json.loads(stream.rsplit("data: ", 1)[1])["error"]
-    assert error["code"] == "model_removed"
-    until(lambda: waiting(gateway) == 0, "the request to have left the queue")
-    until(lambda: list(client.models.list()) == [], "the model to be gone")
-    with pytest.raises(NotFoundError):
-        client.completions.create(model=MODEL, prompt="x")
-    assert gateway.alive
+                assert not remove(valkey, "someone/else")
+                assert remove(valkey, OWNER)
+                stream = "".join(queued.iter_text())
+        error = json.loads(stream.rsplit("data: ", 1)[1])["error"]
+        assert error["code"] == "model_removed"
+        until(lambda: waiting(gateway) == 0, "the request to have left the queue")
+        until(lambda: list(client.models.list()) == [], "the model to be gone")
+        with pytest.raises(NotFoundError):
+            client.completions.create(model=MODEL, prompt="x")
+        assert gateway.alive
 
 
 def test_requests_for_a_removed_model_wait_if_its_owner_holds_them(
@@ -117,16 +120,16 @@ def test_requests_for_a_removed_model_wait_if_its_owner_holds_them(
     flags = ("--owner", OWNER, "--hold-waiting")
     with engine_of(tmp_path / "engine", *flags) as engine:
         engine.await_log("engine ready")
-    client = OpenAI(base_url=f"{gateway.url}/v1", api_key="x", max_retries=0, timeout=120)
-    until(lambda: len(list(client.models.list())) == 1, "the model to be known")
+    with OpenAI(base_url=f"{gateway.url}/v1", api_key="x", max_retries=0, timeout=120) as client:
+        until(lambda: len(list(client.models.list())) == 1, "the model to be known")
 
-    with ThreadPoolExecutor(1) as pool:
-        answer = pool.submit(client.completions.create, model=MODEL, prompt="x", max_tokens=4)
-        until(lambda: waiting(gateway) == 1, "the request to wait for an engine")
+        with ThreadPoolExecutor(1) as pool:
+            answer = pool.submit(client.completions.create, model=MODEL, prompt="x", max_tokens=4)
+            until(lambda: waiting(gateway) == 1, "the request to wait for an engine")
+            assert remove(valkey, OWNER)
+            until(lambda: list(client.models.list()) == [], "the model to be gone")
+            assert waiting(gateway) == 1, "alerts see what waits"
+            with engine_of(tmp_path / "again", *flags) as engine:
+                assert len(answer.result(120).choices) == 1
         assert remove(valkey, OWNER)
         until(lambda: list(client.models.list()) == [], "the model to be gone")
-        assert waiting(gateway) == 1, "alerts see what waits"
-        with engine_of(tmp_path / "again", *flags) as engine:
-            assert len(answer.result(120).choices) == 1
-    assert remove(valkey, OWNER)
-    until(lambda: list(client.models.list()) == [], "the model to be gone")

@@ -89,21 +89,23 @@ def all_tokens(client: OpenAI, work: list[tuple[str, GreedyPath]]) -> list[tuple
 
 
 def test_adapters_are_listed_as_models_with_their_base_model(url: str, expected: Paths) -> None:
-    client = OpenAI(base_url=f"{url}/v1", api_key="x", max_retries=0, timeout=120)
-    work = [(name, expected[name][index]) for index in range(2) for name in expected]
+    with OpenAI(base_url=f"{url}/v1", api_key="x", max_retries=0, timeout=120) as client:
+        work = [(name, expected[name][index]) for index in range(2) for name in expected]
 
-    assert all_tokens(client, work) == [(name, path.output) for name, path in work]
-    cards = {model.id: model.model_extra or {} for model in client.models.list()}
-    assert {name: card["parent"] for name, card in cards.items()} == {
-        MODEL: None,
-        SQL: MODEL,
-        CHAT: MODEL,
-    }
-    assert client.models.retrieve(CHAT).model_extra == {**cards[CHAT]}
-    with pytest.raises(NotFoundError, match="'other' is not served here; served: tiny, tiny-sql"):
-        client.completions.create(model="other", prompt="x")
-    with pytest.raises(BadRequestError, match="this model makes text"):
-        client.embeddings.create(model=SQL, input="x")
+        assert all_tokens(client, work) == [(name, path.output) for name, path in work]
+        cards = {model.id: model.model_extra or {} for model in client.models.list()}
+        assert {name: card["parent"] for name, card in cards.items()} == {
+            MODEL: None,
+            SQL: MODEL,
+            CHAT: MODEL,
+        }
+        assert client.models.retrieve(CHAT).model_extra == {**cards[CHAT]}
+        with pytest.raises(
+            NotFoundError, match="'other' is not served here; served: tiny, tiny-sql"
+        ):
+            client.completions.create(model="other", prompt="x")
+        with pytest.raises(BadRequestError, match="this model makes text"):
+            client.embeddings.create(model=SQL, input="x")
 
 
 def test_two_processes_share_a_model_with_adapters(

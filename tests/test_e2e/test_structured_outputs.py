@@ -90,11 +90,10 @@ def test_a_grammar_that_becomes_too_costly_is_a_client_error(stack: Stack) -> No
 
 
 def test_prompts_are_scored_and_echoed(stack: Stack) -> None:
-    client = OpenAI(base_url=f"{stack.gateways[0].url}/v1", api_key="none")
-
-    answer = client.completions.create(
-        model=MODEL, prompt="Once upon a time", max_tokens=0, echo=True, logprobs=2
-    )
+    with OpenAI(base_url=f"{stack.gateways[0].url}/v1", api_key="none") as client:
+        answer = client.completions.create(
+            model=MODEL, prompt="Once upon a time", max_tokens=0, echo=True, logprobs=2
+        )
 
     (choice,) = answer.choices
     assert choice.text == "Once upon a time" and choice.logprobs is not None

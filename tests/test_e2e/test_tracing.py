@@ -22,6 +22,7 @@ TRACE_SPANS = {
 # Counters are exported only after their first event.
 RARE = {names.QUEUE_REJECTED, names.QUEUE_REDELIVERIES, names.GATEWAY_DISCONNECTS}
 RARE |= {names.GATEWAY_GRAMMAR_CHECKS, names.GATEWAY_IMAGES, names.GATEWAY_PLACEMENT_TOKENS}
+RARE |= {names.QUEUE_LOW_PRIORITY_ADMITTED, names.BATCH_BEHIND}
 # Counters of features that are off.
 RARE |= {names.GATEWAY_API_KEYS, names.GATEWAY_API_KEYS_CURRENT, names.GATEWAY_UNAUTHORIZED}
 RARE |= {names.GATEWAY_OPEN_REFUSED}

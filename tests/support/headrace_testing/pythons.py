@@ -73,7 +73,7 @@ def run(version: str, tests: Sequence[str]) -> Result | str:
         return f"{NOT_BUILT}: {error.cmd[0]} exited with {error.returncode}"
     with TemporaryDirectory() as folder:
         report = Path(folder) / "report.xml"
-        options = "-n", "3", "--dist", "loadfile", "--no-loadscope-reorder", "-q"
+        options = "-n", "4", "--dist", "loadfile", "--no-loadscope-reorder", "-q"
         program = environment / "bin/python", "-m", "pytest", *options, f"--junitxml={report}"
         subprocess.run([*program, *tests], cwd=ROOT)
         return read(report)

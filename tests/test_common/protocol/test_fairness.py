@@ -281,9 +281,10 @@ async def test_requests_of_low_priority_are_counted_apart(backend: Backend) -> N
 
 
 async def test_time_used_is_that_of_the_oldest_waiting_request(backend: Backend) -> None:
-    """The queue counts in milliseconds, so a deadline of 50 ms is used up soon."""
+    """The time until the deadline is short, but long enough to admit the request."""
     gateway = backend.gateway()
-    await gateway.admit(ask("a", priority=1, seconds=0.05), LIMITS)
+    await gateway.depth(MODEL)  # connects, which would take some of the time
+    await gateway.admit(ask("a", priority=1, seconds=0.5), LIMITS)
     await gateway.admit(ask("b", priority=1), LIMITS)
 
     async def half_used() -> bool:
