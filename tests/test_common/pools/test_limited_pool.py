@@ -113,6 +113,7 @@ async def test_idle_processes_may_die(pool: LimitedPool) -> None:
         os.kill(await pool.run(pool_tasks.pid), signal.SIGKILL)
         assert await pool.run(pool_tasks.say, "well") == "well"
     server.kill()
+    await end_of(server.pid)
     os.kill(await pool.run(pool_tasks.pid), signal.SIGKILL)
 
     assert await pool.run(pool_tasks.say, "well") == "well"

@@ -103,6 +103,8 @@ def join(config: EngineConfig, opened: ExitStack, secret: bytes = b"") -> Connec
     """Joins as node 1 with its connections; returns the node's own."""
     reply, control = greet(config, introduction(node(config)), secret)
     opened.callback(control.close)
+    if "problem" in reply:
+        raise HandshakeFailed(reply["problem"])
     for kind in ("commands", "store"):
         link = {"token": reply["token"], "kind": kind, "rank": 1}
         opened.callback(greet(config, link, secret)[1].close)
