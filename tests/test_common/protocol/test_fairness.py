@@ -281,13 +281,13 @@ async def test_requests_of_low_priority_are_counted_apart(backend: Backend) -> N
 
 
 async def test_time_used_is_that_of_the_oldest_waiting_request(backend: Backend) -> None:
-    """The time until the deadline is short, but long enough to admit the request."""
     gateway = backend.gateway()
-    await gateway.depth(MODEL)  # connects, which would take some of the time
-    await gateway.admit(ask("a", priority=1, seconds=0.5), LIMITS)
-    await gateway.admit(ask("b", priority=1), LIMITS)
+    await gateway.admit(ask("a", priority=1, seconds=100), LIMITS)
+    await gateway.admit(ask("b", priority=1, seconds=10_000), LIMITS)
 
-    async def half_used() -> bool:
-        return (await gateway.depth(MODEL)).low_time_used >= 0.5
+    async def waited() -> bool:
+        return (await gateway.depth(MODEL)).oldest_age >= 0.01
 
-    await eventually(half_used)
+    await eventually(waited)
+    depth = await gateway.depth(MODEL)
+    assert depth.low_time_used == pytest.approx(depth.oldest_age / 100, rel=0.5)
