@@ -94,7 +94,7 @@ Tensors = Mapping[str, StoredTensor]
 def published(name: str, layers: int | None = None) -> tuple[dict[str, Any], Tensors]:
     """The config.json and the tensors of a published checkpoint, such as `Qwen--Qwen3.5-27B`; with
     `layers` only of its first layers, and without those for drafts."""
-    data = _read(name)
+    data = read_published(name)
     tensors = {
         each: tensor
         for pattern, dtype, shape in data["tensors"]
@@ -108,12 +108,13 @@ def published(name: str, layers: int | None = None) -> tuple[dict[str, Any], Ten
 
 def tensor_count(name: str) -> int:
     """The number of tensors of a published checkpoint."""
-    patterns = [pattern for pattern, _, _ in _read(name)["tensors"]]
+    patterns = [pattern for pattern, _, _ in read_published(name)["tensors"]]
     return sum(prod(map(len, _split(pattern, None)[1])) for pattern in patterns)
 
 
 @cache
-def _read(name: str) -> dict[str, Any]:
+def read_published(name: str) -> dict[str, Any]:
+    """What is known of a published checkpoint: `config`, and patterns of `tensors`."""
     read: dict[str, Any] = json.loads((PUBLISHED / f"{name}.json").read_text())
     return read
 

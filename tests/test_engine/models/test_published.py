@@ -1,7 +1,6 @@
 """Published checkpoints, as `headrace models check` compares them: each stored tensor has its
 place, and its shape, at its true size, is the one that config.json asks for."""
 
-import json
 from pathlib import Path
 
 import pytest
@@ -14,12 +13,13 @@ from headrace_testing.published_models import (
     PUBLISHED,
     StoredTensor,
     published,
+    read_published,
     tensor_count,
     write_checkpoint,
 )
 
 NAMES = sorted(path.stem for path in PUBLISHED.glob("*.json"))
-CONFIGS = {name: json.loads((PUBLISHED / f"{name}.json").read_text())["config"] for name in NAMES}
+CONFIGS = {name: read_published(name)["config"] for name in NAMES}
 ARCHITECTURES = {name: config["architectures"][0] for name, config in CONFIGS.items()}
 DECODERS = [name for name in NAMES if ARCHITECTURES[name] not in RECURRENT]
 DENSE = "meta-llama--Meta-Llama-3.1-405B"

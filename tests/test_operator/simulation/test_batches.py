@@ -12,8 +12,6 @@ from headrace_operator.simulation import __main__ as command
 from headrace_operator.simulation.comparison import Comparison, with_room_to_scale
 from headrace_operator.simulation.errors import SimulationError
 from headrace_operator.simulation.result import Objectives, SimulationResult
-from headrace_operator.simulation.run import Setup, simulate
-from headrace_operator.simulation.scalers import FixedScaler
 from headrace_operator.simulation.workload import (
     BatchLoad,
     Diurnal,
@@ -21,19 +19,13 @@ from headrace_operator.simulation.workload import (
     diurnal,
     with_batches,
 )
-from headrace_testing.simulations import ROUND, trace
+from headrace_testing.simulations import ROUND, run, trace
 
 
-def run(given: Trace, share: float = 1.0, window: float = 1e6) -> SimulationResult:
-    setup = Setup(
-        trace=given,
-        profile=ROUND,
-        objectives=Objectives(time_to_first_token=2.0, time_per_output_token=0.11),
-        limits=QueueLimits(),
-        low_priority_share=share,
-        window=window,
-    )
-    return simulate(setup, FixedScaler("fixed", 1))
+def shared(given: Trace, share: float = 1.0, window: float = 1e6) -> SimulationResult:
+    """Simulates an engine that batches may fill up to a share."""
+    objectives = Objectives(time_to_first_token=2.0, time_per_output_token=0.11)
+    return run(given, objectives=objectives, low_priority_share=share, window=window)
 
 
 def batch(count: int, *others: tuple[float, int, int]) -> Trace:
@@ -44,7 +36,7 @@ def batch(count: int, *others: tuple[float, int, int]) -> Trace:
 
 def test_other_requests_start_before_those_of_batches() -> None:
     """A step takes 0.1 s and an engine runs 4 sequences: 40 lines are 10 rounds of 10 s."""
-    alone, beside = run(batch(40)), run(batch(40, (30.0, 100, 1)))
+    alone, beside = shared(batch(40)), shared(batch(40, (30.0, 100, 1)))
 
     assert alone.longest_batch == pytest.approx(100, rel=0.1)
     assert alone.attainment == 1.0, "lines have no objectives"
@@ -52,13 +44,13 @@ def test_other_requests_start_before_those_of_batches() -> None:
 
 
 def test_engines_leave_room_beside_batches() -> None:
-    met = [run(batch(40, (25.0, 100, 1)), share).attainment for share in (1.0, 0.75)]
+    met = [shared(batch(40, (25.0, 100, 1)), share).attainment for share in (1.0, 0.75)]
 
     assert met == [0.0, 1.0]
 
 
 def test_a_batch_that_is_too_late_loses_its_lines() -> None:
-    result = run(batch(40), window=50.0)
+    result = shared(batch(40), window=50.0)
 
     assert 10 <= result.expired <= 24
 

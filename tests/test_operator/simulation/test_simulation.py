@@ -24,24 +24,12 @@ from headrace_operator.simulation.fleet import Fleet
 from headrace_operator.simulation.result import Objectives, SimulationResult
 from headrace_operator.simulation.run import Setup, simulate
 from headrace_operator.simulation.scalers import (
-    FixedScaler,
     HeadraceScaler,
     HpaScaler,
     KedaScaler,
 )
 from headrace_operator.simulation.workload import Diurnal, Trace, diurnal, read_csv
-from headrace_testing.simulations import ROUND, trace
-
-
-def run(given: Trace, replicas: int = 1, **changes: object) -> SimulationResult:
-    setup = Setup(
-        trace=given,
-        profile=ROUND,
-        objectives=Objectives(time_to_first_token=1.0, time_per_output_token=0.11),
-        limits=QueueLimits(),
-        replicas=replicas,
-    )
-    return simulate(replace(setup, **changes), FixedScaler("fixed", replicas))  # type: ignore[arg-type]
+from headrace_testing.simulations import ROUND, run, trace
 
 
 def drive(engine: SimulatedEngine, until: float = 1e9) -> list[tuple[float, list[int], list[int]]]:

@@ -23,6 +23,7 @@ logger = logging.getLogger(__name__)
 MOST_IMAGES = 999
 # What a tower reads of a frame that it does not read as an image.
 _VIDEO = "pixel_values_videos"
+_READ_IMAGE, _READ_VIDEO = "get_image_features", "get_video_features"
 # The parts of transformers' multimodal models that images do not need.
 _OTHER_PARTS = ("language_model", "text_model", "audio_tower", "embed_audio")
 
@@ -44,6 +45,11 @@ class VisionTower:
         reader: ImageReader,
     ) -> None:
         self._model, self.placeholders, self.reader = model, placeholders, reader
+        self._names = {
+            method: frozenset(inspect.signature(getattr(model, method)).parameters)
+            for method in (_READ_IMAGE, _READ_VIDEO)
+            if hasattr(model, method)
+        }
         self.token_bytes = levels * hidden_size * model.dtype.itemsize
 
     def encode(self, image: PromptImage) -> torch.Tensor:
@@ -52,16 +58,13 @@ class VisionTower:
         Each image is computed alone, so that they do not depend on other requests.
         """
         arrays = image.pixels.arrays
-        read = self._model.get_image_features
-        if _VIDEO in arrays:
-            read = self._model.get_video_features
-        names = inspect.signature(read).parameters
+        method = _READ_VIDEO if _VIDEO in arrays else _READ_IMAGE
         given = {
             name: self._placed(torch.from_numpy(array))
             for name, array in arrays.items()
-            if name in names
+            if name in self._names[method]
         }
-        output = read(**given)
+        output = getattr(self._model, method)(**given)
         deeper = getattr(output, "deepstack_features", None) or ()
         first = output.pooler_output
         if first is None:  # of Llama 4
