@@ -2,6 +2,7 @@
 one ends the other; streams continue once the nodes are back."""
 
 import asyncio
+import ctypes
 import os
 import shutil
 import signal
@@ -30,6 +31,7 @@ pytestmark = pytest.mark.timeout(900)  # the nodes of one test are started four 
 STREAMS, TOKENS = 4, 120
 # Seconds without a sign of life until a node is lost.
 TIMEOUT = 3
+CLONE_NEWNET = 0x40000000
 
 
 class Nodes:
@@ -209,17 +211,17 @@ def test_a_node_with_other_settings_does_not_join(nodes: Callable[[int], Nodes])
 
 
 def test_a_host_that_cannot_be_reached_is_lost(
-    checkpoint: Path, tmp_path: Path, short_cases: list[GreedyCase], start: Starter
+    checkpoint: Path, tmp_path: Path, short_cases: list[GreedyCase]
 ) -> None:
     """Node 1 has a network of its own, whose cable is pulled."""
-    with network() as network_1:
-        stack = Stack(checkpoint, tmp_path, start=start)
+    with network() as cable:
+        stack = Stack(checkpoint, tmp_path)
         try:
-            group = Nodes(stack, 2, network_1.gateway, network_1.start)
+            group = Nodes(stack, 2, cable.address, cable.start)
             group.start(0)
             group.until_ready()
             asyncio.run(stream(group, short_cases, lambda: None))
-            network_1.pull()
+            cable.pull()
             assert group.ends() == (EXIT_FAILED, EXIT_FAILED)
             for node, other in ((group.engine, 1), (group.other, 0)):
                 error = str(node.log_entries()[-1]["error"])
@@ -229,48 +231,63 @@ def test_a_host_that_cannot_be_reached_is_lost(
 
 
 class Network:
-    """A network namespace with an address of its own, behind a pair of virtual interfaces."""
+    """Two network namespaces with an address each, joined by a pair of virtual interfaces."""
+
+    address = "10.0.0.1"
 
     def __init__(self, name: str) -> None:
-        self._name = name
-        subnet = f"10.{os.getpid() >> 8 & 255}.{os.getpid() & 255}"
-        self.gateway, self._address = f"{subnet}.1", f"{subnet}.2"
+        self.here, self._there = f"{name}a", f"{name}b"
 
     def open(self) -> None:
-        own, inside = f"{self._name}a", f"{self._name}b"
-        ip("netns", "add", self._name)
-        ip("link", "add", own, "type", "veth", "peer", "name", inside, "netns", self._name)
-        ip("address", "add", f"{self.gateway}/30", "dev", own)
-        ip("link", "set", own, "up")
-        ip("-n", self._name, "address", "add", f"{self._address}/30", "dev", inside)
-        for interface in ("lo", inside):
-            ip("-n", self._name, "link", "set", interface, "up")
+        for name in (self.here, self._there):
+            ip("netns", "add", name)
+        pair = ("link", "add", "cable", "type", "veth", "peer", "name", "cable")
+        ip("-n", self.here, *pair, "netns", self._there)
+        for name, address in ((self.here, self.address), (self._there, "10.0.0.2")):
+            ip("-n", name, "address", "add", f"{address}/30", "dev", "cable")
+            for interface in ("lo", "cable"):
+                ip("-n", name, "link", "set", interface, "up")
 
     def start(
         self, module: str, arguments: Sequence[str], log: Path, env: Mapping[str, str]
     ) -> Running:
-        """Starts `python -m module arguments` in this network."""
-        command = ["ip", "netns", "exec", self._name, sys.executable, "-m", module, *arguments]
+        """Starts `python -m module arguments` at the far end."""
+        command = ["ip", "netns", "exec", self._there, sys.executable, "-m", module, *arguments]
         with log.open("ab") as out:
             return subprocess.Popen(command, stdout=out, stderr=out, env=dict(env))
 
     def pull(self) -> None:
-        ip("link", "set", f"{self._name}a", "down")
+        ip("-n", self.here, "link", "set", "cable", "down")
 
     def close(self) -> None:
-        ip("netns", "delete", self._name)
+        for name in (self.here, self._there):
+            ip("netns", "delete", name)
 
 
 @contextmanager
 def network() -> Iterator[Network]:
+    """This thread, and what it starts, is at the near end. In the network of all tests, a new
+    interface would make browsers give up requests (ERR_NETWORK_CHANGED)."""
     if shutil.which("ip") is None or os.geteuid() != 0:
         missing("iproute2 as root")
     made = Network(f"hr{os.getpid()}")
     try:
         made.open()
-        yield made
+        with open("/proc/thread-self/ns/net") as before:
+            enter(f"/run/netns/{made.here}")
+            try:
+                yield made
+            finally:
+                enter(f"/proc/self/fd/{before.fileno()}")
     finally:
         made.close()
+
+
+def enter(namespace: str) -> None:
+    """Moves this thread to a network namespace; Python has os.setns from 3.12 on."""
+    with open(namespace) as file:
+        if ctypes.CDLL(None, use_errno=True).setns(file.fileno(), CLONE_NEWNET):
+            raise OSError(ctypes.get_errno(), "setns", namespace)
 
 
 def ip(*words: str) -> None:
