@@ -283,11 +283,11 @@ async def test_requests_of_low_priority_are_counted_apart(backend: Backend) -> N
 async def test_time_used_is_that_of_the_oldest_waiting_request(backend: Backend) -> None:
     gateway = backend.gateway()
     await gateway.admit(ask("a", priority=1, seconds=100), LIMITS)
-    await gateway.admit(ask("b", priority=1, seconds=10_000), LIMITS)
 
     async def waited() -> bool:
         return (await gateway.depth(MODEL)).oldest_age >= 0.01
 
-    await eventually(waited)
+    await eventually(waited)  # times of admission are whole milliseconds
+    await gateway.admit(ask("b", priority=1, seconds=10_000), LIMITS)
     depth = await gateway.depth(MODEL)
     assert depth.low_time_used == pytest.approx(depth.oldest_age / 100, rel=0.5)
