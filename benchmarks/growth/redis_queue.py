@@ -31,7 +31,7 @@ AT_ONCE = 64
 TURNS = 1024  # requests that are measured while others wait
 PROMPT_TOKENS = 128
 ENGINE_PROCESSES = 2
-TOKENS = 16  # of each engine's stream
+TOKENS = 24  # of each engine's stream
 HOP_LIMIT_MS = 10.0
 
 
@@ -138,11 +138,14 @@ def _emitting(redis: Server, folder: Path, count: int, interval: float) -> tuple
     hops = []
     for stream in streams:
         if not stream.complete or len(stream.arrivals) != TOKENS:
-            raise RuntimeError(f"a stream ended after {len(stream.arrivals)} of {TOKENS} tokens")
+            raise RuntimeError(
+                f"{stream.status}: a stream ended after {len(stream.arrivals)} of {TOKENS} tokens"
+            )
         steps, first = made[stream.request_id]
-        # Without the first half, in which other requests still come.
+        # Without the first ones, at which other requests still come.
         hops += [
-            stream.arrivals[index] - steps[first + index] for index in range(TOKENS // 2, TOKENS)
+            stream.arrivals[index] - steps[first + index]
+            for index in range(TOKENS * 2 // 3, TOKENS)
         ]
     return 1e-6 * statistics.quantiles(hops, n=100)[98], 1e3 * used, kept / 1e6
 
