@@ -17,6 +17,7 @@ import torch
 from ..core.attention_backend import AttentionMetadata
 from ..core.errors import RankFailed
 from ..core.kv_cache_groups import KVLayout
+from ..core.recurrent_state import StateBatch, StateRun
 from ..lora.batch import LoRABatch, RowOwners, RowSlots
 from ..models.base import BidirectionalSpan, ForwardBatch, VisionRows, of_groups, of_layers
 
@@ -44,7 +45,9 @@ class Command(IntEnum):
     PUT_ADAPTER = 11  # a slot and the ranks of an adapter's matrices, which broadcasts follow
     ALLOCATE_ADAPTERS = 12  # room for adapters; 1 if also for adapters that change experts
     IMAGES = 13  # what the next FORWARD has of images (see numbers_of); broadcasts follow
-    STOP = 14
+    STATES = 14  # the recurrent states of the next FORWARD (see numbers_of_states); a broadcast
+    ZERO = 15  # blocks that held recurrent states and get KV now
+    STOP = 16
 
 
 class Disconnected(Exception):
@@ -170,6 +173,44 @@ def tensors_of(vision: VisionRows) -> Iterator[torch.Tensor]:
     yield vision.embeddings
     if vision.positions is not None:
         yield vision.positions
+
+
+def numbers_of_states(states: StateBatch) -> list[int]:
+    """Numbers of sequences, of a state's blocks and of targets; then (sequence, begin, end, number
+    of writes, writes) of each run."""
+    runs = [(run.sequence, run.begin, run.end, len(run.writes), *run.writes) for run in states.runs]
+    return [*states.sources.shape, len(states.targets), *chain(*runs)]
+
+
+def packed_states(states: StateBatch) -> torch.Tensor:
+    """int32 [N]: the tensors of a step's states, one after the other."""
+    parts = (states.sources.flatten(), states.fresh, states.targets.flatten())
+    return torch.cat([part.to(torch.int32) for part in parts])
+
+
+def packed_states_length(numbers: Sequence[int]) -> int:
+    """The length of what `packed_states` returns, given the numbers that describe it."""
+    sequences, blocks, targets = numbers[:3]
+    return sequences * (blocks + 1) + targets * blocks
+
+
+def unpack_states(numbers: Sequence[int], packed: torch.Tensor) -> StateBatch:
+    """Reads the states that `packed_states` wrote."""
+    sequences, blocks, targets, *rest = numbers
+    sizes = [sequences * blocks, sequences, targets * blocks]
+    sources, fresh, after = torch.split(packed, sizes)
+    runs: list[StateRun] = []
+    at = 0
+    while at < len(rest):
+        sequence, begin, end, count = rest[at : at + 4]
+        at += 4 + count
+        runs.append(StateRun(sequence, begin, end, tuple(rest[at - count : at])))
+    return StateBatch(
+        sources=sources.long().view(sequences, blocks),
+        fresh=fresh.bool(),
+        targets=after.long().view(targets, blocks),
+        runs=runs,
+    )
 
 
 def adapter_runs(lora: LoRABatch | None) -> list[int]:

@@ -16,6 +16,7 @@ from ..core.errors import ConfigError
 from ..core.start_phases import OnPhase, ignore_phase
 from ..model_loader.loader import pick_device, place_model
 from ..models.hidden_states import causal
+from ..models.hybrid.hybrid import read_family
 from ..models.parallel import Shard, check_divisible
 from ..models.placed_model import PlacedModel
 from ..models.registry import NATIVE
@@ -95,10 +96,8 @@ def _check_model(config: EngineConfig) -> None:
             "through transformers: use tensor_parallel_size 1"
         )
     if name in RECURRENT:
-        raise ConfigError(
-            f"tensor_parallel_size {size} does not support recurrent layers, which {name} has: use "
-            "tensor_parallel_size 1"
-        )
+        read_family(checkpoint).check_ranks(size, config.enable_expert_parallel)
+        return
     check_divisible(ModelConfig.from_hf(checkpoint), size, config.enable_expert_parallel)
 
 

@@ -13,6 +13,7 @@ from ..attention.memory import host_blocks, move_blocks
 from ..core.attention_backend import LayerCache
 from ..core.config import EngineConfig
 from ..core.errors import ConfigError
+from ..core.recurrent_state import StateBatch
 from ..cuda_graphs.cuda_graphs import DecodeRecorder, measure_graphs, record_graphs
 from ..device.transfer import Transfer
 from ..kv_cache.memory_budget import count_blocks
@@ -49,6 +50,7 @@ class Rank:
         self._host: tuple[LayerCache, ...] = ()
         self._graph_bytes = 0
         self._vision: VisionRows | None = None  # of the next step
+        self._states: StateBatch | None = None  # of the next step
         self._lora: DeviceLoRA | None = None
         self._handlers: dict[Command, Callable[[list[int]], None]] = {
             Command.FORWARD: self._forward,
@@ -56,6 +58,8 @@ class Rank:
             Command.ALLOCATE: self._allocate,
             Command.RESERVE: self._reserve,
             Command.COPY: self._copy,
+            Command.STATES: self._receive_states,
+            Command.ZERO: self._zero,
             Command.SWAP_OUT: self._swap_out,
             Command.SWAP_IN: self._swap_in,
             Command.MEASURE: self._measure,
@@ -94,6 +98,8 @@ class Rank:
             batch = replace(batch, lora=self._adapters.batch(commands.row_owners(runs)))
         if self._vision is not None:
             batch, self._vision = replace(batch, vision=self._vision), None
+        if self._states is not None:
+            batch, self._states = replace(batch, states=self._states), None
         self._model.forward(batch, self._caches)
 
     def _receive_images(self, numbers: list[int]) -> None:
@@ -101,6 +107,11 @@ class Rank:
         self._vision = commands.empty_vision(numbers, placed.dtype, placed.device)
         for tensor in commands.tensors_of(self._vision):
             self._group.broadcast(tensor)
+
+    def _receive_states(self, numbers: list[int]) -> None:
+        length, device = commands.packed_states_length(numbers), self._placed.device
+        packed = torch.empty(length, dtype=torch.int32, device=device)
+        self._states = commands.unpack_states(numbers, self._group.broadcast(packed))
 
     def _record(self, numbers: list[int]) -> None:
         max_model_len, keep = numbers
@@ -158,6 +169,9 @@ class Rank:
 
     def _reserve(self, numbers: list[int]) -> None:
         self._host = tuple(host_blocks(cache, numbers[0]) for cache in self._caches)
+
+    def _zero(self, numbers: list[int]) -> None:
+        self._placed.zero_blocks(self._caches, tuple(numbers))
 
     def _copy(self, numbers: list[int]) -> None:
         self._placed.copy_blocks(self._caches, commands.paired(numbers))

@@ -154,6 +154,9 @@ class RankProcesses:
             self._tell(Command.IMAGES, commands.numbers_of(batch.vision))
             for tensor in commands.tensors_of(batch.vision):
                 self.group.broadcast(tensor.contiguous())
+        if batch.states is not None:
+            self._tell(Command.STATES, commands.numbers_of_states(batch.states))
+            self.group.broadcast(commands.packed_states(batch.states))
         runs = commands.adapter_runs(batch.lora)
         self._tell(Command.FORWARD, (*commands.sizes_of(batch), *runs))
         self.group.broadcast(commands.pack(batch, layout))
@@ -183,6 +186,10 @@ class RankProcesses:
     def reserve_host(self, num_blocks: int) -> None:
         with self.step():
             self._tell(Command.RESERVE, (num_blocks,))
+
+    def zero_blocks(self, blocks: Sequence[int]) -> None:
+        with self.step():
+            self._tell(Command.ZERO, blocks)
 
     def copy_blocks(self, copies: Pairs) -> None:
         with self.step():

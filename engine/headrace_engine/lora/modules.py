@@ -15,18 +15,21 @@ from .shapes import LinearName
 # A function that reads a tensor of a file by its name.
 Read = Callable[[str], torch.Tensor]
 
-_MODULE = re.compile(r"(?:model|language_model\.model|model\.language_model)\.layers\.(\d+)\.(.+)")
-_EXPERT = re.compile(r"(?:mlp|block_sparse_moe)\.experts\.(\d+)\.(\w+)")
+_MODULE = re.compile(
+    r"(?:model|backbone|language_model\.model|model\.language_model)\.layers\.(\d+)\.(.+)"
+)
+_EXPERT = re.compile(r"mlp\.experts\.(\d+)\.(\w+)")
 # For two parameters of one module PEFT nests two wrappers; the shapes distinguish them.
 _FUSED_EXPERTS = re.compile(r"mlp\.experts(?:\.base_layer)?")
 # Llama's names for modules that checkpoints name otherwise.
 _RENAMED = {
-    "block_sparse_moe.gate": "mlp.gate",
+    "block_sparse_moe.": "mlp.",
     "mlp.gate.wg": "mlp.gate",
     "mlp.shared_experts.": "mlp.shared_expert.",
     "mlp.shared_mlp.": "mlp.shared_expert.",
     "feed_forward.router": "mlp.gate",
     "feed_forward.": "mlp.",
+    "self_attn.forget_gate.": "self_attn.",
 }
 _MIXTRAL = {"w1": "gate_proj", "w2": "down_proj", "w3": "up_proj"}
 

@@ -7,17 +7,22 @@ weight of the model.
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
-from typing import Literal, Protocol, runtime_checkable
+from typing import Literal, NewType, Protocol, runtime_checkable
 
 import torch
 
 from ..checkpoints.config import ExpertsConfig, LatentConfig, ModelConfig
 
-LinearName = Literal[
-    "qkv", "query_up", "o", "gate_up", "down",
-    "shared_gate_up", "shared_down", "shared_gate",
-    "router", "experts_gate_up", "experts_down",
-]  # fmt: skip
+# The first of a layer's modules, by Llama's name: hybrid decoders name most layers so.
+ModuleName = NewType("ModuleName", str)
+LinearName = (
+    Literal[
+        "qkv", "query_up", "o", "gate_up", "down",
+        "shared_gate_up", "shared_down", "shared_gate",
+        "router", "experts_gate_up", "experts_down",
+    ]
+    | ModuleName
+)  # fmt: skip
 # Modules of all experts of a mixture, whose matrices have one more dimension.
 EXPERTS_GATE_UP, EXPERTS_DOWN = "mlp.experts.gate_up_proj", "mlp.experts.down_proj"
 
@@ -198,7 +203,7 @@ def _linear(
         rows, columns = cut(f"{block}.{name}.weight", (width, inputs))
         local[name] = LocalPart(width, (rows,))
     if merged is not None:
-        local = {merged: _merged(local.values())}
+        local = {merged: merge_parts(local.values())}
     parts: dict[str, Columns] = {}
     outputs = 0
     for name, own in local.items():
@@ -208,7 +213,7 @@ def _linear(
     return LinearShape(taken.width, outputs, parts, taken)
 
 
-def _merged(modules: Iterable[LocalPart]) -> LocalPart:
+def merge_parts(modules: Iterable[LocalPart]) -> LocalPart:
     """Joins the parts of adjacent modules."""
     runs: list[Run] = []
     total = 0

@@ -37,7 +37,7 @@ from .draft_heads.loading import (
 from .draft_heads.target import HeadTarget
 from .hidden_states import HEAD, HiddenStateReader, HiddenStates, read_projection, without_head
 from .layout import TensorLayout
-from .linear.linear_maker import NO_INT8, QuantizedOps, computes_natively
+from .linear.linear_maker import QuantizedOps, computes_natively, quantizes
 from .parallel import WeightCuts, place_experts
 from .quantization.base import QuantizedFormat
 from .quantization.gguf import GGUF
@@ -89,9 +89,9 @@ def load(checkpoint: Checkpoint, options: LoadOptions) -> LoadedModel:
         source = (*where, layout.locate, progress, stored, cuts, tensors)
         if options.draft_head is not None:
             files = (checkpoint, tensors, options.dtype, options.device, layout.locate)
-            quantizes = _quantizes(options, eight)
+            quantize = quantizes(options.ops, options.dtype, options.quantization, eight)
             made_by = (progress, stored, options.ops, options.attention)
-            parts = HeadSource(*files, *made_by, quantizes, length)
+            parts = HeadSource(*files, *made_by, quantize, length)
             states, whole = HiddenStateReader(*source, config), partial(WeightReader, *source)
             target, made = _with_head(
                 options.draft_head, config, states, whole, parts, options, eight
@@ -205,10 +205,10 @@ def _make(
     config: ModelConfig, reader: WeightReader, options: LoadOptions, length: int, eight: bool
 ) -> CausalModel:
     ops, positions = options.ops, PositionTables(config, length, options.device)
-    quantizes = _quantizes(options, eight)
+    quantize = quantizes(options.ops, options.dtype, options.quantization, eight)
     if isinstance(ops, NativeOps) and _is_fused(config, options):
         return FusedDecoder(config, reader, positions, ops, options.attention, eight)
-    weights = read_weights(config, reader, ops, quantizes)
+    weights = read_weights(config, reader, ops, quantize)
     if options.shard is not None:
         return ParallelDecoder(
             config,
@@ -224,15 +224,6 @@ def _make(
     from .decoder.norm_fusion import make_decoder  # imports Triton
 
     return make_decoder(config, weights, positions, ops, options.attention)
-
-
-def _quantizes(options: LoadOptions, eight: bool) -> bool:
-    """Whether linear layers are rounded to 8 bits. Operators with their own quantised layers do
-    that only if asked to. Raises ConfigError if that is not supported."""
-    native = computes_natively(options.ops, options.dtype)
-    if options.quantization == "int8" and not (native or isinstance(options.ops, QuantizedOps)):
-        raise ConfigError(NO_INT8)
-    return eight if native else options.quantization == "int8"
 
 
 def _is_fused(config: ModelConfig, options: LoadOptions) -> bool:

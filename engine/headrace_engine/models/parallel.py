@@ -8,6 +8,7 @@ decides; others join the parts again.
 """
 
 import re
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 from typing import Protocol, TypeVar
 
@@ -90,28 +91,41 @@ def check_divisible(config: ModelConfig, size: int, expert_parallel: bool = Fals
     else:
         inner = {"intermediate_size": config.intermediate_size}
         if config.experts is not None:
-            inner |= _expert_counts(config.experts)
+            inner |= expert_sizes(config.experts)
+    kv_heads = {config.kv_heads(layer) for layer in range(config.num_layers)}
     counts = {"num_attention_heads": config.num_heads}
-    counts |= {name: count for name, count in inner.items() if _inner_group(count, size) == 1}
-    for name, count in counts.items():
+    check_counts(size, counts, inner, kv_heads, config.vocab_size)
+
+
+def check_counts(
+    size: int,
+    counts: Mapping[str, int],
+    inner: Mapping[str, int],
+    kv_heads: Collection[int],
+    vocabulary: int,
+) -> None:
+    """Raises ConfigError if `size` ranks cannot divide these numbers, which config.json names,
+    inner sizes of MLPs, numbers of KV heads, and the vocabulary."""
+    uncut = {name: count for name, count in inner.items() if _inner_group(count, size) == 1}
+    for name, count in {**counts, **uncut}.items():
         if count % size:
             raise ConfigError(
                 f"tensor_parallel_size {size} does not divide {name} ({count}) of this model: "
                 "use a divisor"
             )
-    for heads in {config.kv_heads(layer) for layer in range(config.num_layers)}:
+    for heads in kv_heads:
         if heads % size and size % heads:
             raise ConfigError(
                 f"tensor_parallel_size {size} neither divides num_key_value_heads ({heads}) of "
                 "this model nor is a multiple of it: use a divisor or a multiple"
             )
-    if config.vocab_size < size:
+    if vocabulary < size:
         raise ConfigError(
-            f"tensor_parallel_size {size} is above vocab_size ({config.vocab_size}): lower it"
+            f"tensor_parallel_size {size} is above vocab_size ({vocabulary}): lower it"
         )
 
 
-def _expert_counts(experts: ExpertsConfig) -> dict[str, int]:
+def expert_sizes(experts: ExpertsConfig) -> dict[str, int]:
     return {"moe_intermediate_size": experts.intermediate_size, **_shared_counts(experts)}
 
 
@@ -161,17 +175,45 @@ def shard_config(config: ModelConfig, shard: Shard) -> ModelConfig:
         if config.window_kv_heads is None
         else max(1, config.window_kv_heads // size),
         intermediate_size=shard.inner_size(config.intermediate_size),
-        experts=None if config.experts is None else _shard_experts(config.experts, shard),
+        experts=None if config.experts is None else shard_experts(config.experts, shard),
     )
 
 
-def _shard_experts(experts: ExpertsConfig, shard: Shard) -> ExpertsConfig:
+def shard_experts(experts: ExpertsConfig, shard: Shard) -> ExpertsConfig:
     shared, inner = experts.shared_size, experts.intermediate_size
     return replace(
         experts,
         intermediate_size=shard.inner_size(inner) if experts.local_range is None else inner,
         shared_size=None if shared is None else shard.inner_size(shared),
     )
+
+
+class Cuts(Protocol):
+    """Splits a checkpoint's tensors, by their names, which a decoder's source of tensors knows."""
+
+    def reads(self, name: str) -> bool:
+        """Whether this rank reads any part of a tensor."""
+
+    def shape(self, name: str, whole: Shape) -> Shape:
+        """The shape of this rank's part."""
+
+    def tensor(self, name: str, whole: torch.Tensor) -> torch.Tensor:
+        """This rank's part."""
+
+    def quantized(self, name: str, whole: Stored) -> Stored:
+        """This rank's part. Raises ConfigError if a cut falls inside a group of inputs."""
+
+
+def cut_columns(name: str, whole: Stored, start: int, stop: int, size: int) -> Stored:
+    """Inputs [start, stop) of a quantised matrix, for one of `size` ranks. Raises ConfigError if a
+    cut falls inside a group of inputs."""
+    if not whole.can_cut(start, stop):
+        inputs, groups = whole.shape[1], whole.scales.shape[1]
+        raise ConfigError(
+            f"tensor_parallel_size {size} cuts the {inputs} inputs of {name} within one of its "
+            f"{groups} quantisation groups: use a smaller size, or a checkpoint with smaller groups"
+        )
+    return whole.columns(start, stop)
 
 
 class WeightCuts:
@@ -224,14 +266,7 @@ class WeightCuts:
         dimension, start, stop = cut
         if dimension == 0:
             return whole.rows(start, stop)
-        if not whole.can_cut(start, stop):
-            inputs, groups = whole.shape[1], whole.scales.shape[1]
-            raise ConfigError(
-                f"tensor_parallel_size {self._shard.size} cuts the {inputs} inputs of {name} "
-                f"within one of its {groups} quantisation groups: use a smaller size, or a "
-                "checkpoint with smaller groups"
-            )
-        return whole.columns(start, stop)
+        return cut_columns(name, whole, start, stop, self._shard.size)
 
     def _cut(self, name: str, whole: Shape) -> tuple[int, int, int] | None:
         """(dimension, start, stop); None if the tensor stays whole."""

@@ -29,6 +29,8 @@ class PeerRanks(Protocol):
     def reserve_host(self, num_blocks: int) -> None:
         """Takes KV blocks in host memory."""
 
+    def zero_blocks(self, blocks: Sequence[int]) -> None: ...
+
     def copy_blocks(self, copies: Sequence[tuple[int, int]]) -> None: ...
 
     def swap(
@@ -153,6 +155,8 @@ class PlacedModel:
 
     def zero_blocks(self, caches: tuple[LayerCache, ...], blocks: tuple[int, ...]) -> None:
         """Zeroes whole blocks in all layers, before KV is written into what held a state."""
+        if self.peers is not None:
+            self.peers.zero_blocks(blocks)
         index = torch.tensor(blocks, device=self.device)
         for layer in self.layout.layer_of_each_place:
             for part in caches[layer]:

@@ -39,7 +39,7 @@ def save_adapter(
     tensors: dict[str, torch.Tensor] = {}
     for name, weight in _model(checkpoint).state_dict().items():
         path = name.removesuffix(".weight")
-        if weight.ndim == 3 and experts is not None:
+        if weight.ndim == 3 and experts is not None and ".experts." in path:
             if experts == "joined":
                 made = _joined(path, weight, rank, generator)
             else:

@@ -17,8 +17,13 @@ from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 from headrace_testing.checkpoints import save_checkpoint
 
 FILE = "model.safetensors"
-# Parts of the names of routers, of a shared expert's gate, and of the weights of indexers' heads.
-WHOLE = (".gate.", ".classifier.", ".moe_statics.", ".shared_expert_gate.", ".weights_proj.")
+# Parts of the names of routers, of a shared expert's gate, of the weights of indexers' heads, and
+# of the small matrices of recurrent layers.
+WHOLE = (
+    *(".gate.", ".router.", ".classifier.", ".moe_statics.", ".shared_expert_gate."),
+    *(".weights_proj.", ".in_proj_ba.", ".in_proj_a.", ".in_proj_b.", ".A_log"),
+    *(".x_proj.", ".dt_proj."),
+)
 AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
 Tensors = dict[str, torch.Tensor]
 
@@ -54,13 +59,14 @@ def save_quantized(
     """Returns the folders of a quantised checkpoint and of the same checkpoint with dequantised
     weights.
 
-    Matrices with a part of `WHOLE` in their names are not quantised, and those without `part`.
+    Matrices with a part of `WHOLE` in their names are not quantised, nor those without `part`, nor
+    convolutions and experts in one tensor.
     """
     whole = save_checkpoint(folder / "whole", name, **changes)
     tensors = load_file(whole / FILE)
     packed: Tensors = {}
     for key, weight in tensors.items():
-        if weight.ndim < 2 or part not in key or any(name in key for name in WHOLE):
+        if weight.ndim != 2 or part not in key or any(name in key for name in WHOLE):
             packed[key] = weight
             continue
         rounded = form.round(weight)
@@ -222,7 +228,7 @@ def save_fp8(
     packed: Tensors = {}
     for key, weight in tensors.items():
         packed[key] = weight
-        if weight.ndim < 2 or ".layers." not in key:
+        if weight.ndim != 2 or ".layers." not in key or any(name in key for name in WHOLE):
             continue
         step = block or (1, weight.shape[1])
         scales = torch.zeros(-(-weight.shape[0] // step[0]), -(-weight.shape[1] // step[1]))

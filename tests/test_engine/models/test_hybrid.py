@@ -8,7 +8,6 @@ from collections.abc import Callable
 from dataclasses import replace
 from math import prod
 from pathlib import Path
-from shutil import copytree
 from statistics import median
 from typing import Any
 
@@ -31,10 +30,8 @@ from headrace_engine.models.hybrid.kimi_linear import KimiLinear
 from headrace_engine.models.hybrid.tensors import ExpectedTensors
 from headrace_engine.operators.base import TorchOps
 from headrace_testing.checkpoints import HYBRID, GreedyPath, Reference, save_checkpoint
-from headrace_testing.draft_heads import change_config
 from headrace_testing.engines import engine_config, greedy, make_runner, request, run
 from headrace_testing.greedy import serve
-from headrace_testing.quantized import awq
 
 LENGTH = 8
 WITHOUT_ATTENTION = ("mamba", "falcon-mamba", "mamba2")
@@ -208,9 +205,6 @@ def test_stacked_experts_give_the_same_tokens(
     [
         {"swap_space": 0.1},
         {"deterministic": True},
-        {"quantization": "int8"},
-        pytest.param({"enable_lora": True}, marks=pytest.mark.refuses("adapters")),
-        pytest.param({"tensor_parallel_size": 2}, marks=pytest.mark.refuses("ranks")),
     ],
 )
 def test_what_is_not_supported_is_refused(
@@ -223,16 +217,6 @@ def test_what_is_not_supported_is_refused(
 @pytest.mark.refuses("native call")
 def test_a_step_is_many_native_calls(name: str, runner: ModelRunner) -> None:
     assert isinstance(runner.model, HybridDecoder)
-
-
-@pytest.mark.refuses("quantised")
-def test_quantised_checkpoints_are_refused(
-    name: str, checkpoint: CheckpointMaker, tmp_path: Path
-) -> None:
-    folder = copytree(checkpoint(name), tmp_path / "quantised")
-    change_config(folder, quantization_config=awq().config)
-    with pytest.raises(ConfigError, match="do not support a quantised checkpoint"):
-        make_runner(folder, attention_backend="cpu", threads=1)
 
 
 def test_the_published_fields_of_kimi_linear_are_read(checkpoint: CheckpointMaker) -> None:

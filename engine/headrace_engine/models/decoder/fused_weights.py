@@ -12,9 +12,9 @@ import torch
 from ...checkpoints.config import ExpertsConfig, ModelConfig
 from ...kernels.cpu import structs
 from ...kernels.cpu.blocks import KINDS
-from ...kernels.cpu.executor import GROUP, Executor, PackedLinear, pointer
+from ...kernels.cpu.executor import Executor, PackedLinear, pointer
 from ...layers.mxfp4_weight import MXFP4Weight
-from ...layers.quantized_weight import QuantizedWeight
+from ..linear.linear_maker import four_bits
 from ..weights.weights import WeightReader
 from .decoder_tensors import NormNames
 from .positions import PositionTables
@@ -215,10 +215,8 @@ class FusedWeights:
         floats = self._floats(names)
         if floats is not None:
             return self._executor.pack_floats(floats.codes(), biases, gated)
-        quantized = self._quantized(names, quantize)
-        return (
-            None if quantized is None else self._executor.pack_quantized(quantized, biases, gated)
-        )
+        few = four_bits(self._reader, _weights(names)) if quantize else None
+        return None if few is None else self._executor.pack_quantized(few, biases, gated)
 
     def _blocks(
         self, names: tuple[str, ...], biases: list[torch.Tensor], gated: bool
@@ -234,15 +232,6 @@ class FusedWeights:
         activations to 8 bits."""
         narrow = self._reader.dtype is torch.bfloat16
         return self._reader.mxfp4(_weights(names)) if narrow else None
-
-    def _quantized(self, names: tuple[str, ...], quantize: bool) -> QuantizedWeight | None:
-        """Integers of 4 bits, if the kernels support their groups."""
-        found = self._reader.quantized(_weights(names)) if quantize else None
-        if found is None or found.bits != 4 or found.groups is not None:
-            return None
-        inputs, count = found.shape[1], found.scales.shape[1]
-        whole = inputs % count == 0 and inputs // count % GROUP == 0
-        return found if count == 1 or whole else None
 
     def _views(self, names: tuple[str, ...]) -> list[torch.Tensor]:
         return [self._reader.view(name) for name in _weights(names)]

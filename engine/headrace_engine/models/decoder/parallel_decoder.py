@@ -48,16 +48,13 @@ class ParallelDecoder(Decoder):
     def _lookup(self, ids: torch.Tensor) -> torch.Tensor:
         """Looks up the ids of this rank's part; rows of other ids are 0, so that the sum is
         right."""
-        own = ids - self._first
-        absent = (own < 0) | (own >= len(self._embedding))
-        rows = F.embedding(own.masked_fill(absent, 0), self._embedding)
-        return self._shard.collectives.all_reduce(rows.masked_fill(absent[:, None], 0))
+        return look_up(ids, self._embedding, self._first, self._shard.collectives)
 
     def _project(
         self, layer: DecoderLayer, attended: torch.Tensor, lora: LayerLoRA | None
     ) -> torch.Tensor:
         """Adapters are split by inputs like the weights, so one sum serves both."""
-        return _sum(super()._project(layer, attended, lora), self._shard.collectives)
+        return summed(super()._project(layer, attended, lora), self._shard.collectives)
 
     def _norm_rows(self, qkv: torch.Tensor, norm: QKNorm) -> torch.Tensor:
         """Normalises over the heads of all ranks, of which every rank has the same number.
@@ -66,7 +63,7 @@ class ParallelDecoder(Decoder):
         """
         query, key, value = torch.split(qkv, list(self.heads.sizes), dim=-1)
         squares = torch.stack([part.float().square().mean(-1) for part in (query, key)])
-        means = _sum(squares, self._shard.collectives) / self._shard.size
+        means = summed(squares, self._shard.collectives) / self._shard.size
         scales = torch.rsqrt(means + self.heads.eps)[..., None]
         query = norm.query * (query * scales[0]).to(qkv.dtype)
         key = norm.key * (key * scales[1]).to(qkv.dtype)
@@ -87,7 +84,7 @@ class SummedFeedForward:
     def __call__(
         self, x: torch.Tensor, lora: LayerLoRA | None = None, slots: torch.Tensor | None = None
     ) -> torch.Tensor:
-        return _sum(self.own(x, lora, slots), self.collectives)
+        return summed(self.own(x, lora, slots), self.collectives)
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,6 +106,17 @@ class GatheredHead:
         return torch.cat(_trimmed(parts, self.outputs), dim=1)
 
 
+def look_up(
+    ids: torch.Tensor, part: torch.Tensor, first: int, collectives: Collectives
+) -> torch.Tensor:
+    """The rows of these ids in an embedding that ranks share, of which this rank has the `part`
+    that begins with row `first`."""
+    own = ids - first
+    absent = (own < 0) | (own >= len(part))
+    rows = F.embedding(own.masked_fill(absent, 0), part)
+    return collectives.all_reduce(rows.masked_fill(absent[:, None], 0))
+
+
 def _trimmed(parts: Sequence[torch.Tensor], outputs: int) -> list[torch.Tensor]:
     """The parts without the padding that made them equally wide."""
     ends = [(rank + 1) * outputs // len(parts) for rank in range(len(parts))]
@@ -117,7 +125,7 @@ def _trimmed(parts: Sequence[torch.Tensor], outputs: int) -> list[torch.Tensor]:
     ]
 
 
-def _sum(x: torch.Tensor, collectives: Collectives) -> torch.Tensor:
+def summed(x: torch.Tensor, collectives: Collectives) -> torch.Tensor:
     return collectives.all_reduce(x) if x.numel() else x
 
 

@@ -9,10 +9,12 @@ from torch.nn import functional as F
 from ...core.attention_backend import LayerCache
 from ...core.recurrent_state import StateLayout, StateTensor
 from ...layers.layers import Linear
+from ...lora.shapes import LayerShapes
 from ...operators.base import Float32NormOps, Ops
 from ...operators.state_memory import StateMemory
 from ..base import ForwardBatch, KVShape, state_layout
 from ..rotary.rotary import RotaryTable
+from .adapters import AdaptedLayers
 from .layers import HybridLayer, HybridStep
 
 
@@ -46,10 +48,13 @@ class HybridWeights:
 
 
 class HybridDecoder:
-    """A decoder whose layers keep KV or a recurrent state."""
+    """A decoder whose layers keep KV or a recurrent state. `adapters` is what made its linear
+    layers add adapters."""
 
-    def __init__(self, weights: HybridWeights, ops: Ops, rotary: RotaryTable) -> None:
-        self._weights, self._rotary = weights, rotary
+    def __init__(
+        self, weights: HybridWeights, ops: Ops, rotary: RotaryTable, adapters: AdaptedLayers
+    ) -> None:
+        self._weights, self._rotary, self._adapters = weights, rotary, adapters
         narrower = weights.norm.dtype is not weights.embedding.dtype
         self._ops: Ops = Float32NormOps(ops) if narrower else ops
         self.vocab_size = len(weights.embedding)
@@ -57,6 +62,10 @@ class HybridDecoder:
         self.state_tensors = weights.state_tensors
         self.num_state_layers = weights.num_state_layers
         self._layout: StateLayout | None = None
+
+    @property
+    def lora_shapes(self) -> tuple[LayerShapes, ...]:
+        return self._adapters.shapes
 
     def forward(self, batch: ForwardBatch, caches: Sequence[LayerCache]) -> torch.Tensor:
         return self.to_logits(self.states(batch, caches))
@@ -67,7 +76,8 @@ class HybridDecoder:
     def states(self, batch: ForwardBatch, caches: Sequence[LayerCache]) -> torch.Tensor:
         """The hidden states of the rows that sample, after the last norm."""
         weights, step = self._weights, self._step(batch, caches)
-        x = F.embedding(batch.input_ids, weights.embedding) * weights.embedding_scale
+        self._adapters.batch = batch.lora
+        x = self._lookup(batch.input_ids) * weights.embedding_scale
         if batch.vision is not None:
             x.index_copy_(0, batch.vision.rows, batch.vision.embeddings[0].to(x.dtype))
         dtype = x.dtype
@@ -75,9 +85,16 @@ class HybridDecoder:
             x = x.float()
         for part in weights.parts:
             added = part.layer(self._ops.rms_norm(x.to(dtype), part.norm, weights.eps), step)
-            x = x + added * part.multiplier
+            x = x + self._join(added) * part.multiplier
         rows = x.index_select(0, batch.logits_rows).to(dtype)
         return self._ops.rms_norm(rows, weights.norm, weights.eps)
+
+    def _lookup(self, ids: torch.Tensor) -> torch.Tensor:
+        return F.embedding(ids, self._weights.embedding)
+
+    def _join(self, added: torch.Tensor) -> torch.Tensor:
+        """What a part adds, of which this process may have computed only a share."""
+        return added
 
     def _step(self, batch: ForwardBatch, caches: Sequence[LayerCache]) -> HybridStep:
         assert batch.states is not None, "the batch has no states"

@@ -3,8 +3,9 @@ tensors."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Sequence
+from copy import copy
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import ClassVar, Self
 
 import torch
 
@@ -13,16 +14,20 @@ from ...checkpoints.architectures import Architecture
 from ...checkpoints.config import ExpertsConfig
 from ...checkpoints.fields import Fields
 from ...checkpoints.rope import RopeConfig, read_rope
+from ...checkpoints.tensor_files import Shape
 from ...core.attention_backend import AttentionBackend, LayerParams
+from ...core.errors import ConfigError
 from ...core.recurrent_state import StateTensor
 from ...layers.feed_forward import GatedMLP
 from ...operators.base import HeadShape, Ops, QKNorm, TorchOps
 from ..base import KVShape
 from ..context import pick_context
+from ..parallel import Shard, check_counts
 from ..rotary.rotary import RotaryTable
 from .decoder import HybridWeights, ResidualPart
 from .layers import AttentionLayer
 from .mtp import HybridMTPWeights
+from .ranks import Division
 from .tensors import ExpectedTensors, Tensors
 
 HEAD = "lm_head.weight"
@@ -57,6 +62,8 @@ class Family(ABC):
     prefixes: ClassVar[tuple[str, ...]] = (TEXT_PART, "model.")
     # Whether checkpoints may have a layer that predicts further tokens.
     has_head: ClassVar[bool] = False
+    # Whether several ranks may share the decoder.
+    divisible: ClassVar[bool] = False
     heads: int
     kv_heads: int
     head_dim: int
@@ -110,6 +117,57 @@ class Family(ABC):
         if rope is None:
             return RotaryTable.unrotated(self.head_dim, length, device)
         return RotaryTable(rope, self.head_dim, self.positions, length, device)
+
+    def check_ranks(self, size: int, expert_parallel: bool) -> None:
+        """Raises ConfigError if `size` ranks cannot share the decoder."""
+        if not self.divisible:
+            raise ConfigError(
+                f"{self.fields.path}: tensor_parallel_size {size} does not support the recurrent "
+                f"layers of this model: use tensor_parallel_size 1"
+            )
+        if expert_parallel:
+            raise ConfigError(
+                f"{self.fields.path}: enable_expert_parallel does not support models with "
+                "recurrent layers: switch it off, and each rank has a part of every expert"
+            )
+        check_counts(size, self.counts(), self.inner_sizes(), {self.kv_heads}, self.vocab)
+
+    def counts(self) -> dict[str, int]:
+        """What ranks divide equally, by its name in config.json."""
+        return {"num_attention_heads": self.heads}
+
+    def inner_sizes(self) -> dict[str, int]:
+        """The inner sizes of MLPs and experts, by their names in config.json."""
+        return {}
+
+    def divided(self, shard: Shard) -> Self:
+        """The shape of one rank's part; the vocabulary stays whole."""
+        part = copy(self)
+        part.heads = self.heads // shard.size
+        part.kv_heads = max(1, self.kv_heads // shard.size)
+        return part
+
+    def division(self, name: str, whole: Shape) -> Division | None:
+        """How ranks divide a tensor; None: each of them has all of it."""
+        if name in (f"{self.prefix}embed_tokens.weight", HEAD):
+            return Division(0, (whole[0],))
+        module, _, kind = name.rpartition(".")
+        last = module.rpartition(".")[2]
+        if last in ("k_proj", "v_proj"):
+            return Division(0, (self.kv_heads,), "heads")
+        if last == "q_proj":
+            return Division(0, (whole[0],))
+        if last in ("gate_proj", "up_proj"):
+            return Division(0, (whole[0],), "inner")
+        if last in ("o_proj", "out_proj", "down_proj"):
+            if kind == "bias":
+                return Division(0, (), "once")
+            return Division(1, (whole[1],), "inner" if last == "down_proj" else "even")
+        if name.endswith(".experts.gate_up_proj"):
+            return Division(1, (whole[1] // 2,) * 2, "inner")
+        if name.endswith(".experts.down_proj"):
+            return Division(2, (whole[2],), "inner")
+        return None
 
     @abstractmethod
     def build(self, tensors: Tensors, parts: Parts) -> HybridWeights:

@@ -10,8 +10,11 @@ from ...core.errors import ConfigError
 from ..draft_heads.base import HeadOptions
 from ..draft_heads.target import RecurrentHeadTarget
 from ..layout import plain_layout
+from ..linear.linear_maker import quantizes
+from ..quantization.registry import find_format
 from ..registry import LoadedModel, LoadOptions
 from ..weights.weights import WeightReader
+from .adapters import AdaptedLayers
 from .bamba import Bamba
 from .decoder import HybridDecoder, HybridStates, HybridWeights
 from .falcon_h1 import FalconH1
@@ -25,6 +28,7 @@ from .mtp import HybridMTPHead
 from .nemotron_h import NemotronH
 from .qwen3_5 import Qwen35, Qwen35Moe
 from .qwen3_next import Qwen3Next
+from .ranks import HybridCuts, ParallelHybridDecoder
 from .tensors import ExpectedTensors, StoredTensors
 
 FAMILIES: dict[str, type[Family]] = {
@@ -54,12 +58,20 @@ def load(checkpoint: Checkpoint, options: LoadOptions) -> LoadedModel:
     """Loads the decoder. Raises ConfigError or CheckpointError naming the wrong field, file or
     tensor."""
     _check_options(checkpoint, options)
+    found = find_format(checkpoint, options.quantization, options.device)
+    eight = options.quantization == "int8" or (found is not None and found.integer_weights)
+    quantize = quantizes(options.ops, options.dtype, options.quantization, eight)
     family = read_family(checkpoint)
     length = family.context(options.positions)
     parts = Parts(options.attention, options.ops, options.dtype)
     stored = scan(checkpoint.folder) if options.tensors is None else options.tensors
     family.look_at(stored)
-    expected = ExpectedTensors(options.dtype, stored)
+    if options.shard is not None:
+        family.check_ranks(options.shard.size, options.shard.expert_parallel)
+    shard = options.shard
+    cuts = None if shard is None else HybridCuts(family, shard)
+    adapters = AdaptedLayers(family.layers, cuts)
+    expected = ExpectedTensors(options.dtype, stored, adapters)
     shapes = family.build(expected, parts)
     if options.draft_head is not None:
         _check_head(checkpoint, options.draft_head, family, stored)
@@ -67,14 +79,20 @@ def load(checkpoint: Checkpoint, options: LoadOptions) -> LoadedModel:
     ignored = [name for name in stored if name.startswith(IGNORED)]
     if family.tied:
         ignored.append(HEAD)
+    own = family if shard is None else family.divided(shard)
     with LoadProgress() as progress:
         where = (checkpoint.folder, options.dtype, options.device)
-        reader = WeightReader(*where, plain_layout, progress, tensors=stored)
+        reader = WeightReader(*where, plain_layout, progress, found, cuts, stored)
         reader.check(expected.shapes, ignored)
-        tensors = StoredTensors(reader, options.ops)
-        weights = family.build(tensors, parts)
+        tensors = StoredTensors(reader, options.ops, adapters, quantize)
+        weights = own.build(tensors, parts)
         rotary = family.rotary(length, options.device)
-        model = HybridDecoder(weights, options.ops, rotary)
+        made = (weights, options.ops, rotary, adapters)
+        model = (
+            HybridDecoder(*made)
+            if shard is None
+            else ParallelHybridDecoder(*made, shard=shard, vocabulary=family.vocab)
+        )
         if options.draft_head is not None:
             head = HybridMTPHead(family.build_head(tensors, parts, weights), options.ops, rotary)
             target = _target(model, weights, family, options)
@@ -123,16 +141,15 @@ def read_family(checkpoint: Checkpoint) -> Family:
 def _check_options(checkpoint: Checkpoint, options: LoadOptions) -> None:
     """Raises ConfigError for what recurrent layers do not support."""
     refused = {
-        "tensor_parallel_size above 1": options.shard is not None,
+        "speculative_config of method mtp on several ranks": options.shard is not None
+        and options.draft_head is not None,
         "task embed": options.hidden_states,
         "deterministic": options.deterministic,
         "load_format dummy": options.load_format == "dummy",
-        f"quantization {options.quantization}": options.quantization != "none",
-        "a quantised checkpoint": bool(checkpoint.quantization_config),
     }
     for name, wanted in refused.items():
         if wanted:
             raise ConfigError(
                 f"{checkpoint.folder}: {checkpoint.architecture} has recurrent layers, which do "
-                f"not support {name}: use one process, unquantised weights and task generate"
+                f"not support {name}: leave it out"
             )

@@ -88,7 +88,7 @@ class Jamba(Family):
             norm = tensors.tensor(f"{prefix}pre_ff_layernorm.weight", self.hidden)
             make = self._mixture if self.experts.sparse[index] else self._mlp
             mlp = make(tensors, parts, f"{prefix}feed_forward.")
-            blocks.append(ResidualPart(norm, FeedForwardLayer(mlp)))
+            blocks.append(ResidualPart(norm, FeedForwardLayer(mlp, index)))
         norm = tensors.tensor(f"{self.prefix}final_layernorm.weight", self.hidden)
         tensors_of_state = self.mamba.states(parts.dtype)
         return self.decoder(tensors, blocks, norm, attentions, states, tensors_of_state)

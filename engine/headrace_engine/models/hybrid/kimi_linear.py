@@ -79,7 +79,7 @@ class KimiLinear(Family):
 
     def look_at(self, stored: Collection[str]) -> None:
         super().look_at(stored)
-        if any(name.endswith(".block_sparse_moe.gate_proj.weight") for name in stored):
+        if any(".block_sparse_moe.gate_proj." in name for name in stored):
             self._mlp_name = "block_sparse_moe"
 
     @property
@@ -140,7 +140,8 @@ class KimiLinear(Family):
             blocks.append(ResidualPart(norm, layer))
             norm = tensors.tensor(f"{prefix}post_attention_layernorm.weight", self.hidden)
             make = self._mixture if self.experts.sparse[index] else self._mlp
-            blocks.append(ResidualPart(norm, FeedForwardLayer(make(tensors, parts, prefix))))
+            layer = FeedForwardLayer(make(tensors, parts, prefix), index)
+            blocks.append(ResidualPart(norm, layer))
         norm = tensors.tensor(f"{self.prefix}norm.weight", self.hidden)
         state = (conv_state(self.delta.channels, self.window, parts.dtype), self.delta.state)
         return self.decoder(tensors, blocks, norm, attentions, states, state)
@@ -157,8 +158,8 @@ class KimiLinear(Family):
         dt_bias = tensors.float32(f"{prefix}dt_bias", width)
         decay, gate = (
             LowRank(
-                tensors.linear({f"{prefix}{name}_a_proj": shape.value_dim}, hidden),
-                tensors.linear({f"{prefix}{name}_b_proj": width}, shape.value_dim),
+                tensors.linear({f"{prefix}{name}_a_proj": shape.value_dim}, hidden, exact=True),
+                tensors.linear({f"{prefix}{name}_b_proj": width}, shape.value_dim, exact=True),
             )
             for name in ("f", "g")
         )
@@ -175,7 +176,7 @@ class KimiLinear(Family):
             qkv=qkv,
             decay=decay,
             gate=gate,
-            beta=tensors.linear({f"{prefix}b_proj": heads}, hidden),
+            beta=tensors.linear({f"{prefix}b_proj": heads}, hidden, exact=True),
             delta=recurrences_of(parts.ops).gated_delta(delta),
             output=tensors.linear({f"{prefix}o_proj": hidden}, width),
             shape=shape,

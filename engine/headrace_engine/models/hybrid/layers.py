@@ -82,12 +82,17 @@ class FeedForwardSum:
 
 @dataclass(frozen=True, slots=True)
 class FeedForwardLayer:
-    """A gated MLP or a mixture of experts."""
+    """A gated MLP or a mixture of experts, of decoder layer `layer`: the one whose adapters change
+    its experts; None: none does."""
 
     feed_forward: FeedForward
+    layer: int | None = None
 
     def __call__(self, x: torch.Tensor, step: HybridStep) -> torch.Tensor:
-        return self.feed_forward(x)
+        adapters = step.batch.lora
+        if adapters is None or self.layer is None:
+            return self.feed_forward(x)
+        return self.feed_forward(x, adapters.of_tokens(self.layer))
 
 
 @dataclass(frozen=True, slots=True)

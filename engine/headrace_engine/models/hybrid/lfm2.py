@@ -56,7 +56,7 @@ class Lfm2(Family):
                 attentions += 1
             norm = tensors.tensor(f"{prefix}ffn_norm.weight", hidden)
             mlp = self.feed_forward(tensors, parts, f"{prefix}feed_forward.", index)
-            blocks.append(ResidualPart(norm, FeedForwardLayer(mlp)))
+            blocks.append(ResidualPart(norm, FeedForwardLayer(mlp, index)))
         norm = tensors.tensor(f"{self.prefix}embedding_norm.weight", hidden)
         window = conv_state(hidden, self.window, parts.dtype)
         return self.decoder(tensors, blocks, norm, attentions, states, (window,))

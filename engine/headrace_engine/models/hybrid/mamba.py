@@ -90,8 +90,8 @@ def read_mamba(
     width = shape.width
     weight = tensors.tensor(f"{prefix}conv1d.weight", width, 1, shape.window)
     bias = tensors.tensor(f"{prefix}conv1d.bias", width) if conv_bias else None
-    selection = tensors.linear({f"{prefix}x_proj": sum(shape.split)}, width)
-    steps = tensors.linear({f"{prefix}dt_proj": width}, shape.rank, True)
+    selection = tensors.linear({f"{prefix}x_proj": sum(shape.split)}, width, exact=True)
+    steps = tensors.linear({f"{prefix}dt_proj": width}, shape.rank, True, exact=True)
     weights = MambaWeights(
         convolution=Convolution(weight[:, 0], bias),
         a_log=tensors.float32(f"{prefix}A_log", width, shape.state_size),

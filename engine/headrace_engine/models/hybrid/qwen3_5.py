@@ -37,10 +37,11 @@ class Qwen35(Qwen3Next):
     def projections(self, tensors: Tensors, prefix: str) -> DeltaProjections:
         shape, hidden = self.delta, self.hidden
         heads = shape.value_heads
+        both = {f"{prefix}in_proj_b": heads, f"{prefix}in_proj_a": heads}
         return SeparateProjections(
             qkv=tensors.linear({f"{prefix}in_proj_qkv": shape.channels}, hidden),
             gate=tensors.linear({f"{prefix}in_proj_z": shape.value_width}, hidden),
-            ba=tensors.linear({f"{prefix}in_proj_b": heads, f"{prefix}in_proj_a": heads}, hidden),
+            ba=tensors.linear(both, hidden, exact=True),
             shape=shape,
         )
 

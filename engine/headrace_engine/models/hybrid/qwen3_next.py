@@ -1,12 +1,14 @@
 """Qwen3-Next: gated delta nets, gated attention and mixtures of experts."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Self
 
 import torch
 
 from ...checkpoints.architectures import Architecture
 from ...checkpoints.config import ExpertsConfig, sparse_layers
 from ...checkpoints.fields import Fields
+from ...checkpoints.tensor_files import Shape
 from ...layers.feed_forward import GatedMLP, SharedExpert, SparseMoe
 from ...layers.layers import Linear
 from ...operators.base import QKNorm
@@ -17,6 +19,7 @@ from ...operators.recurrent import (
     conv_state,
     recurrences_of,
 )
+from ..parallel import Shard, expert_sizes, shard_experts
 from .decoder import HybridWeights, ResidualPart
 from .family import Family, Parts, layer_types
 from .layers import (
@@ -26,6 +29,7 @@ from .layers import (
     GatedDeltaLayer,
 )
 from .mtp import HybridMTPWeights
+from .ranks import Division
 from .tensors import Tensors
 
 # The prefix of the tensors of the layer that predicts further tokens.
@@ -37,6 +41,7 @@ class Qwen3Next(Family):
 
     architecture = Architecture(rms_norm_eps=1e-6, partial_rotary=0.25)
     has_head = True
+    divisible = True
 
     def __init__(self, fields: Fields) -> None:
         super().__init__(fields)
@@ -84,6 +89,35 @@ class Qwen3Next(Family):
             raise fields.error("num_experts_per_tok", f"at most num_experts ({found.count})")
         return found
 
+    def counts(self) -> dict[str, int]:
+        return {**super().counts(), "linear_num_key_heads": self.delta.key_heads}
+
+    def inner_sizes(self) -> dict[str, int]:
+        sparse = (False,) if self.experts is None else self.experts.sparse
+        sizes = {} if all(sparse) else {"intermediate_size": self.inner}
+        return sizes | ({} if self.experts is None else expert_sizes(self.experts))
+
+    def divided(self, shard: Shard) -> Self:
+        part, delta = super().divided(shard), self.delta
+        part.inner = shard.inner_size(self.inner)
+        part.experts = None if self.experts is None else shard_experts(self.experts, shard)
+        part.delta = replace(
+            delta,
+            key_heads=delta.key_heads // shard.size,
+            value_heads=delta.value_heads // shard.size,
+        )
+        return part
+
+    def division(self, name: str, whole: Shape) -> Division | None:
+        if ".linear_attn." not in name:
+            return super().division(name, whole)
+        delta, named = self.delta, name.removesuffix(".weight").rpartition(".")[2]
+        if named in ("conv1d", "in_proj_qkv"):
+            return Division(0, (delta.key_width, delta.key_width, delta.value_width))
+        if named == "norm":
+            return None
+        return super().division(name, whole) if named == "out_proj" else Division(0, (whole[0],))
+
     def build(self, tensors: Tensors, parts: Parts) -> HybridWeights:
         blocks: list[ResidualPart] = []
         attentions = states = 0
@@ -94,13 +128,14 @@ class Qwen3Next(Family):
                 blocks.append(ResidualPart(norm, self._delta_net(tensors, parts, prefix, states)))
                 states += 1
             else:
-                layer = self._attention(tensors, parts, prefix, attentions)
-                blocks.append(ResidualPart(norm, layer))
+                attention = self._attention(tensors, parts, prefix, attentions)
+                blocks.append(ResidualPart(norm, attention))
                 attentions += 1
             norm = self.norm(tensors, f"{prefix}post_attention_layernorm", self.hidden)
             sparse = self.experts is not None and self.experts.sparse[index]
             make = self._mixture if sparse else self._mlp
-            blocks.append(ResidualPart(norm, FeedForwardLayer(make(tensors, parts, prefix))))
+            layer = FeedForwardLayer(make(tensors, parts, prefix), index)
+            blocks.append(ResidualPart(norm, layer))
         window = conv_state(self.delta.channels, self.window, parts.dtype)
         norm = self.norm(tensors, f"{self.prefix}norm", self.hidden)
         tensors_of_state = (window, self.delta.state)
@@ -137,10 +172,10 @@ class Qwen3Next(Family):
     def projections(self, tensors: Tensors, prefix: str) -> DeltaProjections:
         """The products before a gated delta net."""
         shape = self.delta
-        joint = shape.channels + shape.value_width
+        joint, twice = shape.channels + shape.value_width, 2 * shape.value_heads
         return JointProjections(
             qkvz=tensors.linear({f"{prefix}in_proj_qkvz": joint}, self.hidden),
-            ba=tensors.linear({f"{prefix}in_proj_ba": 2 * shape.value_heads}, self.hidden),
+            ba=tensors.linear({f"{prefix}in_proj_ba": twice}, self.hidden, exact=True),
             shape=shape,
         )
 

@@ -11,6 +11,7 @@ from ...layers.layers import Linear, PlainLinear
 from ...operators.base import Ops
 from ..linear.linear_maker import LinearMaker
 from ..weights.weights import WeightReader
+from .adapters import AdaptedLayers
 
 
 class Tensors(Protocol):
@@ -28,7 +29,7 @@ class Tensors(Protocol):
         self, matrices: Mapping[str, int], inputs: int, bias: bool = False, exact: bool = False
     ) -> Linear:
         """One layer of the named modules, stacked: name -> number of outputs. With `exact` its
-        weights are never quantised."""
+        weights are not rounded when they are loaded."""
 
     def stacked(self, name: str, count: int, outputs: int, inputs: int) -> list[Linear]:
         """The layers of one tensor [count, outputs, inputs]."""
@@ -42,10 +43,16 @@ class Tensors(Protocol):
 
 class ExpectedTensors:
     """Collects names and shapes; its tensors have no memory. `stored` has the names of the
-    checkpoint's tensors."""
+    checkpoint's tensors. `adapters` are told of the layers."""
 
-    def __init__(self, dtype: torch.dtype, stored: Collection[str] = ()) -> None:
+    def __init__(
+        self,
+        dtype: torch.dtype,
+        stored: Collection[str] = (),
+        adapters: AdaptedLayers | None = None,
+    ) -> None:
         self.shapes: dict[str, Shape] = {}
+        self._adapters = adapters
         self._dtype, self._stored = dtype, stored
         self._linear = PlainLinear(torch.empty(0), None)  # stands for every layer
 
@@ -62,6 +69,11 @@ class ExpectedTensors:
     def linear(
         self, matrices: Mapping[str, int], inputs: int, bias: bool = False, exact: bool = False
     ) -> Linear:
+        if self._adapters is not None:
+            self._adapters.expect(matrices, inputs)
+        return self._expect(matrices, inputs, bias)
+
+    def _expect(self, matrices: Mapping[str, int], inputs: int, bias: bool = False) -> Linear:
         for name, outputs in matrices.items():
             self.shapes[f"{name}.weight"] = (outputs, inputs)
         for name, outputs in matrices.items() if bias else ():
@@ -75,16 +87,22 @@ class ExpectedTensors:
     def experts(
         self, prefix: str, count: int, stacked: str, matrices: Mapping[str, int], inputs: int
     ) -> list[Linear]:
+        if self._adapters is not None:
+            self._adapters.expect_experts(prefix, count, matrices, inputs)
         if prefix + stacked in self._stored:
             return self.stacked(prefix + stacked, count, sum(matrices.values()), inputs)
-        return [self.linear(_numbered(prefix, at, matrices), inputs) for at in range(count)]
+        return [self._expect(_numbered(prefix, at, matrices), inputs) for at in range(count)]
 
 
 class StoredTensors:
-    """Reads weights, in the order in which they were expected."""
+    """Reads weights, in the order in which they were expected. `adapters` change the layers
+    that take some; `quantize`: as in LinearMaker."""
 
-    def __init__(self, reader: WeightReader, ops: Ops) -> None:
-        self._reader, self._linears = reader, LinearMaker(reader, ops, quantize=False)
+    def __init__(
+        self, reader: WeightReader, ops: Ops, adapters: AdaptedLayers, quantize: bool
+    ) -> None:
+        self._reader, self._linears = reader, LinearMaker(reader, ops, quantize)
+        self._adapters = adapters
 
     def tensor(self, name: str, *shape: int) -> torch.Tensor:
         return self._reader.read(name)
@@ -99,7 +117,8 @@ class StoredTensors:
         self, matrices: Mapping[str, int], inputs: int, bias: bool = False, exact: bool = False
     ) -> Linear:
         biases = _names(list(matrices), "bias") if bias else ()
-        return self._linears.make(_names(list(matrices), "weight"), biases, exact)
+        made = self._linears.make(_names(list(matrices), "weight"), biases, exact)
+        return self._adapters.adapt(matrices, made)
 
     def stacked(self, name: str, count: int, outputs: int, inputs: int) -> list[Linear]:
         return [self._linears.make_of(weight) for weight in self._reader.read(name)]
@@ -109,7 +128,8 @@ class StoredTensors:
     ) -> list[Linear]:
         if self._reader.expects(prefix + stacked):
             return self.stacked(prefix + stacked, count, sum(matrices.values()), inputs)
-        return [self.linear(_numbered(prefix, at, matrices), inputs) for at in range(count)]
+        every = [list(_numbered(prefix, at, matrices)) for at in range(count)]
+        return [self._linears.make(_names(names, "weight")) for names in every]
 
 
 def _numbered(prefix: str, expert: int, matrices: Mapping[str, int]) -> dict[str, int]:

@@ -11,8 +11,9 @@ from typing import Protocol, runtime_checkable
 import torch
 from torch.nn import functional as F
 
+from ...core.errors import ConfigError
 from ...kernels.cpu.blocks import KINDS
-from ...kernels.cpu.executor import Executor
+from ...kernels.cpu.executor import GROUP, Executor
 from ...kernels.cpu.library import DTYPES
 from ...layers.expert_weights import ExpertWeights, Names, read_experts, read_packed_weights
 from ...layers.float8_linear import make_float8, supports_float8
@@ -103,6 +104,27 @@ class QuantizedOps(Protocol):
         """A layer that computes in the dtype of its rows."""
 
 
+def four_bits(reader: WeightReader, weights: tuple[str, ...]) -> QuantizedWeight | None:
+    """The named matrices, stacked, if they are stored in 4 bits and in groups that the native
+    kernels compute with; else None."""
+    found = reader.quantized(weights)
+    if found is None or found.bits != 4 or found.groups is not None:
+        return None
+    inputs, count = found.shape[1], found.scales.shape[1]
+    whole = inputs % count == 0 and inputs // count % GROUP == 0
+    return found if count == 1 or whole else None
+
+
+def quantizes(ops: Ops, dtype: torch.dtype, quantization: str, eight: bool) -> bool:
+    """Whether a decoder's linear layers are rounded to 8 bits when they are loaded, given the
+    engine's setting. `eight` says whether 8 bits are wanted or represent the stored weights; only
+    native layers use that without being asked to. Raises ConfigError if `ops` cannot do it."""
+    native = computes_natively(ops, dtype)
+    if quantization == "int8" and not (native or isinstance(ops, QuantizedOps)):
+        raise ConfigError(NO_INT8)
+    return eight if native else quantization == "int8"
+
+
 @runtime_checkable
 class Float8Ops(Protocol):
     """Operators that make layers of 8-bit float weights."""
@@ -127,7 +149,7 @@ class LinearMaker:
     def make(
         self, weights: tuple[str, ...], biases: tuple[str, ...] = (), exact: bool = False
     ) -> Linear:
-        """Makes one layer of the named matrices, stacked; an `exact` one is not quantised."""
+        """Makes one layer of the named matrices, stacked; an `exact` one is not rounded."""
         executor = self._executor
         if executor is not None and self._is_native(weights):
             quantize, own = self._quantize and not exact, [self._reader.read(one) for one in biases]
@@ -135,6 +157,9 @@ class LinearMaker:
             if blocks is not None:
                 packed = executor.pack_blocks(blocks, own, False, self._reader.dtype)
                 return NativeLinear(executor, packed)
+            few = four_bits(self._reader, weights) if quantize else None
+            if few is not None:
+                return NativeLinear(executor, executor.pack_quantized(few, own, False))
             views = [self._reader.view(name) for name in weights]
             return NativeLinear(executor, executor.pack(views, own, quantize))
         bias = self._reader.stack(biases) if biases else None
@@ -150,8 +175,13 @@ class LinearMaker:
         return self._make_whole(whole, bias)
 
     def make_of(self, weight: torch.Tensor) -> Linear:
-        """Makes a layer of weight [out, in], which is not quantised."""
-        return pack_linear(weight, None, self._executor, quantize=False) or make_linear(weight)
+        """Makes a layer of a float weight [out, in]."""
+        packed = pack_linear(weight, None, self._executor, self._quantize)
+        if packed is not None:
+            return packed
+        if self._quantized_ops is not None and self._quantize:
+            return self._quantized(round_weight(weight), None)
+        return make_linear(weight)
 
     def experts(self, experts: Sequence[tuple[Names, Names]]) -> ExpertWeights | None:
         """Stacks a mixture's matrices, given each expert's names of (gate and up, down); None if no

@@ -16,7 +16,8 @@ from .base import FLOATS, TensorSpec
 
 _LINEAR = re.compile(
     r"\.(q_proj|k_proj|v_proj|qkv_proj|o_proj|gate_proj|up_proj|gate_up_proj|down_proj|w[123]"
-    r"|q_a_proj|q_b_proj|kv_a_proj_with_mqa)$"
+    r"|q_a_proj|q_b_proj|kv_a_proj_with_mqa"
+    r"|in_proj|in_proj_qkvz|in_proj_qkv|in_proj_z|out_proj|input_linear|output_linear)$"
 )
 
 
@@ -34,7 +35,8 @@ class FP8OnLoad:
         self._device = device
 
     def stores(self, module: str, files: TensorFiles) -> bool:
-        return is_linear(module) and f"{module}.weight" in files.tensors
+        found = files.tensors.get(f"{module}.weight")
+        return is_linear(module) and found is not None and len(found.shape) == 2
 
     def tensors(self, module: str, shape: Shape, files: TensorFiles) -> Mapping[str, TensorSpec]:
         return {f"{module}.weight": TensorSpec((shape,), (*FLOATS, "F64"))}

@@ -30,7 +30,7 @@ from ...layers.mxfp4_weight import MXFP4Weight
 from ...layers.mxfp4_weight import stack as stack_mxfp4
 from ...layers.quantized_weight import QuantizedWeight, stack
 from ..layout import Piece, plain_layout
-from ..parallel import Stored, WeightCuts
+from ..parallel import Cuts, Stored
 from ..quantization.base import QuantizedFormat, StoredWeight, TensorSpec
 
 __all__ = ["INDEX_FILE", "SINGLE_FILE", "Shape", "WeightReader", "scan", "stored_dtype"]
@@ -73,7 +73,7 @@ class WeightReader:
         locate: Callable[[str], Piece] = plain_layout,
         progress: LoadProgress | None = None,
         quantized: QuantizedFormat | None = None,
-        cuts: WeightCuts | None = None,
+        cuts: Cuts | None = None,
         tensors: Mapping[str, TensorInfo] | None = None,
     ) -> None:
         self.dtype, self.device = dtype, device

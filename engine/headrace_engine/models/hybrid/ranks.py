@@ -1,0 +1,150 @@
+"""One rank's part of a hybrid decoder: which parts of its tensors, and where the ranks' results are
+joined: sums after the embedding and after every part, and gathered logits.
+
+Heads of attention and of recurrent layers are divided, and with them KV and states.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Literal, Protocol
+
+import torch
+
+from ...checkpoints.tensor_files import Shape
+from ...layers.float8_weight import Float8Weight
+from ...layers.float8_weight import stack as stack_float8
+from ...layers.mxfp4_weight import MXFP4Weight
+from ...layers.mxfp4_weight import stack as stack_mxfp4
+from ...layers.quantized_weight import QuantizedWeight
+from ...layers.quantized_weight import stack as stack_integers
+from ...lora.shapes import LocalPart
+from ...operators.base import Ops
+from ..decoder.parallel_decoder import GatheredHead, look_up, summed
+from ..parallel import Shard, Stored, cut_columns
+from ..rotary.rotary import RotaryTable
+from .adapters import AdaptedLayers
+from .decoder import HybridDecoder, HybridWeights
+
+
+_STACKS: Mapping[type, Callable[[Any], Any]] = {
+    QuantizedWeight: stack_integers,
+    Float8Weight: stack_float8,
+    MXFP4Weight: stack_mxfp4,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Division:
+    """How ranks divide one dimension of a tensor.
+
+    It consists of segments of these `lengths`, of which each rank has its share: of `even` ones;
+    of `inner` sizes of MLPs, cut between groups of 32; of `heads`, of which several ranks may have
+    the same one (`lengths` are then numbers of heads). "once": the first rank has the tensor, the
+    others zeros.
+    """
+
+    dimension: int
+    lengths: tuple[int, ...]
+    kind: Literal["even", "inner", "heads", "once"] = "even"
+
+
+class Divisible(Protocol):
+    """The shape of a decoder that ranks may share."""
+
+    def division(self, name: str, whole: Shape) -> Division | None:
+        """How ranks divide a tensor; None: each of them has all of it."""
+
+
+class HybridCuts:
+    """Splits the tensors of a checkpoint, by their names there."""
+
+    def __init__(self, family: Divisible, shard: Shard) -> None:
+        self._family, self._shard = family, shard
+
+    def reads(self, name: str) -> bool:
+        return True
+
+    def shape(self, name: str, whole: Shape) -> Shape:
+        found = self._family.division(name, whole)
+        if found is None or found.kind == "once":
+            return whole
+        at = found.dimension
+        return (*whole[:at], self._local(found, whole[at]).width, *whole[at + 1 :])
+
+    def tensor(self, name: str, whole: torch.Tensor) -> torch.Tensor:
+        found = self._family.division(name, tuple(whole.shape))
+        if found is None:
+            return whole
+        if found.kind == "once":
+            return torch.zeros_like(whole) if self._shard.rank else whole
+        at = found.dimension
+        runs = self._local(found, whole.shape[at]).runs
+        parts = [whole.narrow(at, start, stop - start) for start, stop in runs]
+        return parts[0] if len(parts) == 1 else torch.cat(parts, dim=at)
+
+    def quantized(self, name: str, whole: Stored) -> Stored:
+        found = self._family.division(name, whole.shape)
+        if found is None:
+            return whole
+        runs = self._local(found, whole.shape[found.dimension]).runs
+        if found.dimension == 0:
+            return _stacked([whole.rows(start, stop) for start, stop in runs])
+        ((start, stop),) = runs
+        return cut_columns(name, whole, start, stop, self._shard.size)
+
+    def local(self, name: str, whole: Shape, dimension: int) -> LocalPart:
+        """This rank's part of a dimension of a tensor."""
+        found = self._family.division(name, whole)
+        total = whole[dimension]
+        if found is None or found.dimension != dimension or found.kind == "once":
+            return LocalPart(total, ((0, total),))
+        return self._local(found, total)
+
+    def _local(self, division: Division, total: int) -> LocalPart:
+        runs, begin, shard = [], 0, self._shard
+        for length in division.lengths:
+            if division.kind == "heads":
+                width, count = total // length, max(1, length // shard.size)
+                start = shard.rank * length // shard.size
+                runs.append((start * width, (start + count) * width))
+                continue
+            share = shard.inner if division.kind == "inner" else shard.share
+            start, stop = share(length)
+            runs.append((begin + start, begin + stop))
+            begin += length
+        return LocalPart(total, tuple(runs))
+
+
+def _stacked(parts: Sequence[Stored]) -> Stored:
+    """The rows of parts of one matrix, one part after the other."""
+    if len(parts) == 1:
+        return parts[0]
+    found: Stored | None = _STACKS[type(parts[0])](parts)
+    assert found is not None, "rows of one matrix have one format"
+    return found
+
+
+class ParallelHybridDecoder(HybridDecoder):
+    """One rank's decoder. `weights` are this rank's part; `vocabulary` is the number of rows of the
+    whole embedding. Logits are complete on rank 0 and undefined on other ranks."""
+
+    def __init__(
+        self,
+        weights: HybridWeights,
+        ops: Ops,
+        rotary: RotaryTable,
+        adapters: AdaptedLayers,
+        *,
+        shard: Shard,
+        vocabulary: int,
+    ) -> None:
+        head = GatheredHead(weights.lm_head, vocabulary, shard)
+        super().__init__(replace(weights, lm_head=head), ops, rotary, adapters)
+        self.vocab_size, self._shard = vocabulary, shard
+        self._first, _ = shard.share(vocabulary)
+
+    def _lookup(self, ids: torch.Tensor) -> torch.Tensor:
+        return look_up(ids, self._weights.embedding, self._first, self._shard.collectives)
+
+    def _join(self, added: torch.Tensor) -> torch.Tensor:
+        return summed(added.contiguous(), self._shard.collectives)
