@@ -29,6 +29,7 @@ PARTS = {
     "idle": gateway.idle,
     "waiting": redis_queue.waiting,
     "engines": redis_queue.engines,
+    "frames": redis_queue.frames,
     "shards": redis_queue.shards,
 }
 
