@@ -20,9 +20,9 @@ MAX_BACKOFF = 60.0
 class Controller:
     """The tasks of all ModelServices. Create and use it on one event loop.
 
-    Without an event a ModelService is reconciled every `interval` seconds, or earlier if its last
-    reconciliation asks for it; `gap` seconds are the minimum between two. A reconciliation may take
-    `time_limit` seconds.
+    Without an event a ModelService is reconciled every `interval` seconds, counted from start to
+    start, or earlier if its last reconciliation asks for it; `gap` seconds are the minimum from the
+    end of one to the start of the next. A reconciliation may take `time_limit` seconds.
     """
 
     def __init__(
@@ -70,16 +70,17 @@ class Controller:
 
     async def _look_after(self, key: Key) -> None:
         wake = self._wakes[key]
+        clock = asyncio.get_running_loop().time
         failures = 0
         while True:
             wake.clear()
+            started = clock()
             pause = await self._once(key)
             failures = failures + 1 if pause is None else 0
+            due = clock() + min(MAX_BACKOFF, 2.0**failures) if pause is None else started + pause
             await asyncio.sleep(self._gap)
-            if pause is None:
-                pause = min(MAX_BACKOFF, 2.0**failures)
             with suppress(TimeoutError):
-                async with asyncio.timeout(pause):
+                async with asyncio.timeout_at(due):
                     await wake.wait()
 
     async def _once(self, key: Key) -> float | None:

@@ -48,7 +48,6 @@ Key = tuple[str, str]
 Problem = tuple[str, str]
 
 DRAIN_INTERVAL = 1.0  # seconds, so that a drained engine is removed soon
-SCALING_INTERVAL = 5.0  # seconds between two decisions while a model has work
 
 
 class Reconciler:
@@ -175,8 +174,8 @@ class Reconciler:
         )
         if scaled.draining:
             self._soon[service.key] = DRAIN_INTERVAL
-        elif scaled.decision is not None and _has_work(scaled):
-            self._soon[service.key] = SCALING_INTERVAL
+        elif scaled.due is not None and _has_work(scaled):
+            self._soon[service.key] = max(0.0, scaled.due - now)
         trial = await self._judge(service, pods, previous, now, rolled_out=current.rolled_out)
         promoted = trial is not None and trial.promoted
         refused = await self._apply(service.promoted if promoted else service, current, scaled)

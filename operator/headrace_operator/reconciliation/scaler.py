@@ -35,6 +35,8 @@ from .scaling_history import ScalingHistories
 
 logger = logging.getLogger(__name__)
 
+SCALING_INTERVAL = 5.0  # seconds between two decisions while a model has work
+EARLY = 0.5  # seconds by which a decision may be early, instead of late by a reconciliation
 DRAIN_MARGIN = 20.0  # seconds after the engine's own drain time until it is removed anyway
 
 
@@ -42,21 +44,53 @@ DRAIN_MARGIN = 20.0  # seconds after the engine's own drain time until it is rem
 class Scaled:
     """The result. `replicas` is the workload's new count: `desired` plus draining engines.
 
-    `asleep` engines sleep while others have their accelerator.
+    The next decision is due at `due`, Unix seconds; None where another controller or a person
+    decides. `asleep` engines sleep while others have their accelerator.
     """
 
     replicas: int
     desired: int
     draining: tuple[Draining, ...] = ()
     decision: Decision | None = None
+    due: float | None = None
     signals: Signals | None = None
     signals_problem: str | None = None
     asleep: int = 0
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Verdict:
+    """A decision made at `at`, Unix seconds, and what it was made from.
+
+    `decision` is None in modes in which another controller or a person decides.
+    """
+
+    at: float
+    generation: int
+    registered: bool
+    signals: Signals | None
+    problem: str | None
+    decision: Decision | None
+
+    def stands(self, service: ModelService, asked: int, registered: bool, now: float) -> bool:
+        """Whether the next decision is not due yet, and nothing was changed from outside.
+
+        None stands while there is no engine, because the first request starts one at once.
+        """
+        return (
+            self.decision is not None
+            and not self.decision.frozen
+            and 0 <= now - self.at < SCALING_INTERVAL - EARLY
+            and 0 < asked == self.decision.replicas
+            and registered == self.registered
+            and service.generation == self.generation
+        )
+
+
 class Scaler:
     """Scales all ModelServices; make one call at a time for each of them.
 
+    A decision stands for SCALING_INTERVAL seconds, however many calls there are meanwhile.
     `notices` knows the nodes that are about to end.
     """
 
@@ -73,6 +107,7 @@ class Scaler:
         self._signals = signals
         self._directory = directory
         self._histories = histories
+        self._verdicts: dict[tuple[str, str], _Verdict] = {}
 
     async def scale(
         self,
@@ -90,13 +125,16 @@ class Scaler:
         `terminating` are engines that Kubernetes is ending, with their grace periods. `registered`
         False: gateways do not know the model until an engine registers it.
         """
-        signals, problem = await self._read(service, engines)
-        problem = problem or _unmeasured(signals, engines)
         if deployed is None:
+            signals, problem = await self._read(service, engines)
             first = initial_replicas(service, registered=registered)
             return Scaled(replicas=first, desired=first, signals=signals, signals_problem=problem)
         asked = max(0, deployed - len(draining))
-        decision = await self._decide(service, engines, signals, asked, draining, now, registered)
+        verdict = self._verdicts.get(service.key)
+        if verdict is None or not verdict.stands(service, asked, registered, now):
+            verdict = await self._decide(service, engines, asked, draining, now, registered)
+            self._verdicts[service.key] = verdict
+        decision, signals = verdict.decision, verdict.signals
         desired = followed(service, registered) if decision is None else decision.replicas
         replicas, still = deployed, tuple(draining)
         if desired >= deployed and not draining:
@@ -122,25 +160,53 @@ class Scaler:
             desired=desired,
             draining=still,
             decision=decision,
+            due=None if decision is None else verdict.at + SCALING_INTERVAL,
             signals=signals,
-            signals_problem=problem,
+            signals_problem=verdict.problem,
             asleep=asleep,
         )
 
     def forget(self, key: tuple[str, str]) -> None:
         self._signals.forget(key)
         self._histories.forget(key)
+        self._verdicts.pop(key, None)
 
     async def _read(
         self, service: ModelService, engines: Sequence[Engine]
     ) -> tuple[Signals | None, str | None]:
+        """The signals, and what is missing of them."""
         try:
             pods = engine_pods.first_pods(engines)
-            return await self._signals.read(service, engine_pods.addresses(pods)), None
+            signals = await self._signals.read(service, engine_pods.addresses(pods))
         except SignalsUnavailable as error:
             return None, str(error)
+        return signals, _unmeasured(signals, engines)
 
     async def _decide(
+        self,
+        service: ModelService,
+        engines: Sequence[Engine],
+        asked: int,
+        draining: Sequence[Draining],
+        now: float,
+        registered: bool,
+    ) -> _Verdict:
+        signals, problem = await self._read(service, engines)
+        decision = None
+        if service.spec.scaling.mode == "operator":
+            decision = await self._decision(
+                service, engines, signals, asked, draining, now, registered
+            )
+        return _Verdict(
+            at=now,
+            generation=service.generation,
+            registered=registered,
+            signals=signals,
+            problem=problem,
+            decision=decision,
+        )
+
+    async def _decision(
         self,
         service: ModelService,
         engines: Sequence[Engine],
@@ -149,10 +215,7 @@ class Scaler:
         draining: Sequence[Draining],
         now: float,
         registered: bool,
-    ) -> Decision | None:
-        """The decision; None in modes in which another controller or a person decides."""
-        if service.spec.scaling.mode != "operator":
-            return None
+    ) -> Decision:
         leaving = {victim.pod for victim in draining}
         ready = sum(each.ready and each.name not in leaving for each in engines)
         if signals is None:
@@ -264,10 +327,8 @@ def _absent(pods: Sequence[EnginePod], draining: Sequence[Draining], deployed: i
     return max(0, deployed - len(present) - gone)
 
 
-def _unmeasured(signals: Signals | None, engines: Sequence[Engine]) -> str | None:
+def _unmeasured(signals: Signals, engines: Sequence[Engine]) -> str | None:
     """Names the missing signals: serving engines without metrics, or a pod's page."""
-    if signals is None:
-        return None
     ready = sum(each.ready for each in engines)
     if signals.engines is not None or not ready:
         return signals.problem

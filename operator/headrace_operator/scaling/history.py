@@ -87,7 +87,7 @@ class History:
             starts=starts,
             cold_start=cold_start,
         )
-        elapsed = now - (self.seen_at or now)
+        elapsed = 0.0 if self.seen_at is None else now - self.seen_at
         if arrival_rate is not None:
             learned = learned._arrivals(arrival_rate, elapsed)
         if seen.engines is not None and seen.engines.capacity > 0 and seen.ready > 0:

@@ -11,7 +11,7 @@ from headrace_common.protocol.adapters import decode_set
 from headrace_common.protocol.base import CanaryPlan
 from headrace_common.protocol.variants import Agreement
 from headrace_operator import names
-from headrace_operator.reconciliation.reconciler import SCALING_INTERVAL
+from headrace_operator.reconciliation.scaler import SCALING_INTERVAL
 from headrace_operator.scaling.reason import Reason
 from headrace_operator.signals.signals import Samples
 from headrace_testing.kubernetes import User, pod
@@ -203,8 +203,31 @@ async def test_a_model_with_work_is_decided_again_soon(user: User, scene: Scene)
     async with operator(user, scene):
         await user.create(body(**CONTROLLED))
         await until(lambda: scene.soon == SCALING_INTERVAL)
-        scene.waiting = 0
+        scene.now, scene.waiting = scene.now + SCALING_INTERVAL, 0
         await until(lambda: scene.soon is None)
+
+
+async def test_a_decision_stands_until_the_next_one_is_due(user: User, scene: Scene) -> None:
+    await user.create(pod("p0", "qwen"))
+    scene.waiting = 1
+    async with operator(user, scene):
+        await user.create(body(**CONTROLLED))
+        await until(lambda: scene.soon == SCALING_INTERVAL)
+        scene.now, scene.waiting, scene.running = scene.now + 3, 500, 64
+        await until(lambda: scene.soon == SCALING_INTERVAL - 3)
+        assert (replicas(user), status(user)["backlog"]) == (1, 1)
+        scene.now += 2
+        await until(lambda: (replicas(user) or 0) > 1)
+
+
+async def test_a_changed_spec_is_decided_at_once(user: User, scene: Scene) -> None:
+    await user.create(pod("p0", "qwen"))
+    scene.waiting = 1
+    async with operator(user, scene):
+        await user.create(body(**CONTROLLED))
+        await until(lambda: scene.soon == SCALING_INTERVAL)
+        await user.change_spec("qwen", {"scaling": {**CONTROLLED["scaling"], "minReplicas": 2}})
+        await until(lambda: replicas(user) == 2)
 
 
 async def test_consoles_see_the_decision_and_its_reason(user: User, scene: Scene) -> None:

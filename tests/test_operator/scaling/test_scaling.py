@@ -26,7 +26,7 @@ from headrace_operator.scaling import (
     StepLimit,
     decide,
 )
-from headrace_operator.scaling.history import SURGE_NOISE
+from headrace_operator.scaling.history import SMOOTHING, SURGE_NOISE
 
 POLICY = ScalingPolicy(max_replicas=20, utilization=0.5, engine_requests_per_second=1.0)
 FREE = ScalingRules(0.0)
@@ -291,6 +291,14 @@ def test_the_noise_of_a_surge_is_that_of_the_difference_between_two_means_of_arr
         differences.append(history.surge - history.arrivals)
 
     assert np.std(differences[100:]) == pytest.approx(sqrt(10.0 * SURGE_NOISE), rel=0.05)
+
+
+def test_the_first_seconds_of_a_clock_that_begins_at_0_count() -> None:
+    for start in (0.0, 1000.0):
+        history = History().learn(see(1, at=start), POLICY, start, None)
+        later = start + SMOOTHING / 3
+        history = history.learn(see(1, at=later, share=1.0), POLICY, later, None)
+        assert history.busy == pytest.approx(0.25)
 
 
 def test_steps_up_are_limited_per_period() -> None:

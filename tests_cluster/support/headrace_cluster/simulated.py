@@ -1,5 +1,6 @@
 """The decisions of the operator's simulator for a load recorded on the cluster."""
 
+from bisect import bisect_right
 from collections.abc import Sequence
 from statistics import median
 
@@ -75,18 +76,30 @@ def simulated(
     """
     arrivals = np.array(sorted(each.begun - began for each in answered))
     prompts, outputs = (np.full(len(arrivals), length) for length in lengths)
-    scaler = _RecordedScaler(scaling)
-    simulate(
-        Setup(
-            trace=Trace(arrivals, prompts, outputs),
-            profile=engine,
-            objectives=Objectives(),
-            limits=QueueLimits(),
-            replicas=0,
-        ),
-        scaler,
+    setup = Setup(
+        trace=Trace(arrivals, prompts, outputs),
+        profile=engine,
+        objectives=Objectives(),
+        limits=QueueLimits(),
+        replicas=0,
     )
+    return decisions(setup, scaling)
+
+
+def decisions(setup: Setup, scaling: Manifest) -> list[tuple[float, int]]:
+    """Seconds since the start of a simulation, and the number of engines that was decided then."""
+    scaler = _RecordedScaler(scaling)
+    simulate(setup, scaler)
     return scaler.decided
+
+
+def within_one(counts: Sequence[tuple[float, int]], decided: Sequence[tuple[float, int]]) -> float:
+    """The share of the counts that differ by at most one engine from the simulator's of the same
+    time."""
+    times = [at for at, _ in decided]
+    wanted = [decided[bisect_right(times, at) - 1][1] for at, _ in counts]
+    near = [abs(count - other) <= 1 for (_, count), other in zip(counts, wanted, strict=True)]
+    return sum(near) / len(near)
 
 
 def apart(samples: Sequence[Sample], decided: Sequence[tuple[float, int]]) -> list[str]:

@@ -1,0 +1,103 @@
+"""The real operator scales fake engines through an hour of a trace, sixty times as fast, as the
+simulator does."""
+
+import os
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import httpx
+import pytest
+
+from headrace_cluster.api import api_client
+from headrace_cluster.fake_node import PLACEMENT, FakeNode
+from headrace_cluster.release import Release, Service
+from headrace_cluster.replay import ClusterScaler, SignalServer, faster, faster_engine
+from headrace_cluster.simulated import decisions, within_one
+from headrace_cluster.specs import API_VERSION, demo_service
+from headrace_common.protocol.base import QueueLimits
+from headrace_operator.simulation.engine_profile import load_profile
+from headrace_operator.simulation.result import Objectives
+from headrace_operator.simulation.run import Setup, simulate
+from headrace_operator.simulation.workload import Diurnal, diurnal
+from headrace_testing.processes import until
+
+NAME = "replayed"
+HOUR = 3600.0
+FASTER = 60.0
+START_S = 3.0
+SHARE = 0.95
+# The host's address for pods.
+HOST = os.environ.get("CLUSTER_HOST", "10.244.0.1")
+# The first of two hours with the rhythm of a day: it rises to the highest load, and has a burst.
+LOAD = Diurnal(seconds=HOUR, day=2 * HOUR, bursts=1, burst=0.8)
+
+
+def scaling(prometheus: str) -> dict[str, Any]:
+    """The default policy, whose minutes of scaling down are seconds."""
+    return {
+        "mode": "operator",
+        "minReplicas": 1,
+        "maxReplicas": 16,
+        "coldStartSeconds": round(START_S),
+        "prometheusUrl": prometheus,
+        "behavior": {
+            "scaleDown": {
+                "stabilizationWindowSeconds": 2,
+                "policies": [
+                    {"type": "Percent", "value": 25, "periodSeconds": 1},
+                    {"type": "Pods", "value": 1, "periodSeconds": 1},
+                ],
+            }
+        },
+    }
+
+
+@pytest.fixture
+def api(release: Release) -> Iterator[httpx.Client]:
+    with api_client() as client:
+        yield client
+
+
+@pytest.mark.parametrize("seed", [441, 442])
+def test_the_operator_follows_an_hour_of_a_trace_as_the_simulator_does(
+    release: Release, api: httpx.Client, seed: int
+) -> None:
+    setup = Setup(
+        trace=faster(diurnal(replace(LOAD, seed=seed)), FASTER),
+        profile=faster_engine(load_profile(None), FASTER, START_S),
+        objectives=Objectives(),
+        limits=QueueLimits(),
+        replicas=1,
+    )
+    service = Service(release, NAME)
+    path = f"/apis/{API_VERSION}/namespaces/{release.namespace}/modelservices/{NAME}"
+
+    def count() -> int:
+        """Without draining engines, which the Deployment's count includes."""
+        return int(api.get(path).raise_for_status().json()["status"]["desiredReplicas"])
+
+    scaler = ClusterScaler(count, setup.profile)
+    with (
+        SignalServer(NAME, lambda: scaler.shown) as signals,
+        FakeNode(api=api, name=f"fake-{release.namespace}", start_s=START_S),
+    ):
+        policy = scaling(f"http://{HOST}:{signals.port}")
+        manifest = demo_service(NAME, scaling=policy)
+        manifest["spec"]["engine"] |= PLACEMENT
+        release.kubectl.apply(manifest)
+        service.until_ready(1)
+        # It begins with one of the operator's decisions, as a simulation does.
+        known = len(signals.readings)
+        until(lambda: len(signals.readings) > known, "the operator to read its signals")
+        scaler.began = signals.readings[-1]
+        simulate(setup, scaler)
+        service.delete()
+
+    decided = decisions(setup, policy)
+    counts = [(at, wanted) for at, wanted in scaler.counts if at <= setup.trace.seconds]
+    share = within_one(counts, decided)
+    most = max(wanted for _, wanted in counts)
+    print(f"within one engine for {share:.1%} of the time, at most {most} engines")  # noqa: T201
+    assert most >= 5
+    assert share >= SHARE, (counts, decided)
