@@ -26,7 +26,10 @@ from headrace_testing.quantized import awq, save_fp8, save_quantized
 from headrace_testing.rank_threads import close, make_engine
 
 LENGTH = 6
-DIVISIBLE = ("qwen3-next", "qwen3_5", "qwen3_5-multimodal", "qwen3_5-moe", "qwen3_5-moe-multimodal")
+DIVISIBLE = (
+    *("qwen3-next", "qwen3_5", "qwen3_5-multimodal", "qwen3_5-moe", "qwen3_5-moe-multimodal"),
+    *("kimi-linear", "lfm2", "lfm2-moe", "nemotron-h", "nemotron-h-latent", "mamba2"),
+)
 
 CheckpointMaker = Callable[[str], Path]
 ReferenceMaker = Callable[[str], Reference]

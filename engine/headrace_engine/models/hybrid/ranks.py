@@ -25,7 +25,6 @@ from ..rotary.rotary import RotaryTable
 from .adapters import AdaptedLayers
 from .decoder import HybridDecoder, HybridWeights
 
-
 _STACKS: Mapping[type, Callable[[Any], Any]] = {
     QuantizedWeight: stack_integers,
     Float8Weight: stack_float8,
