@@ -121,7 +121,7 @@ class StoredTensors:
         return self._adapters.adapt(matrices, made)
 
     def stacked(self, name: str, count: int, outputs: int, inputs: int) -> list[Linear]:
-        return [self._linears.make_of(weight) for weight in self._reader.read(name)]
+        return self._linears.stacked(name, count)
 
     def experts(
         self, prefix: str, count: int, stacked: str, matrices: Mapping[str, int], inputs: int
