@@ -56,6 +56,7 @@ class Bench:
             token=self.token,
             interval=interval,
             together=together,
+            slots=max(1024, together),
             sealing_keys_file=self.sealing_keys_file,
         )
         process = context.Process(target=emit, args=(emission, theirs))

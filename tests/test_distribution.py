@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from headrace_testing.distribution import TESTS, TOGETHER, Shared, place
+from headrace_testing.distribution import FIRST, TESTS, TOGETHER, Shared, place
 
 FILE = """
 import os
@@ -52,12 +52,14 @@ def test_files_of_a_unit_run_in_one_worker(tmp_path: Path) -> None:
 
 
 def test_listed_files_exist() -> None:
-    listed = [TESTS / file for files in TOGETHER.values() for file in files]
-    assert [file.name for file in listed if not file.exists()] == []
+    listed = [file for files in TOGETHER.values() for file in files]
+    alone = [name for name in FIRST if name not in TOGETHER]
+    assert [file for file in (*listed, *alone) if not (TESTS / file).exists()] == []
 
 
 def test_listed_files_come_first_in_their_order() -> None:
-    listed = [TESTS / file for files in TOGETHER.values() for file in files]
+    assert set(TOGETHER) <= set(FIRST)
+    listed = [TESTS / file for name in FIRST for file in TOGETHER.get(name, (name,))]
     other = TESTS / "test_e2e/test_clocks.py"
     assert sorted([other, *reversed(listed)], key=place) == [*listed, other]
 

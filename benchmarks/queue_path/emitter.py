@@ -61,6 +61,7 @@ class Emitter:
         self._steps: list[int] = []
         self._first: dict[str, int] = {}
         self._endings: set[asyncio.Task[bool]] = set()
+        self.started = asyncio.Event()
 
     def emitted(self) -> Emitted:
         return Emitted(self._steps, self._first)
@@ -68,6 +69,7 @@ class Emitter:
     async def run(self) -> None:
         await self._queue.start()
         await self._beat()
+        self.started.set()
         async with asyncio.TaskGroup() as group:
             group.create_task(self._intake())
             group.create_task(self._emit())

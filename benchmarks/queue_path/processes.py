@@ -14,6 +14,7 @@ import urllib.request
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 
 import psutil
 
@@ -52,8 +53,12 @@ def valkey(folder: Path) -> Iterator[Server]:
 
 @contextlib.contextmanager
 def gateway(
-    redis_url: str, folder: Path, sealing_keys_file: Path | None = None
+    redis_url: str,
+    folder: Path,
+    sealing_keys_file: Path | None = None,
+    more: Mapping[str, str] = MappingProxyType({}),
 ) -> Iterator[Server]:
+    """Starts a gateway; `more` are further settings, by their names without the prefix."""
     port = free_port()
     settings = {
         "REDIS_URL": redis_url,
@@ -63,6 +68,7 @@ def gateway(
         "MAX_QUEUED_REQUESTS": "100000",
         "MAX_QUEUED_TOKENS": str(10**9),
         "LOG_LEVEL": "WARNING",
+        **more,
     }
     if sealing_keys_file is not None:
         settings["SEALING_KEYS_FILE"] = str(sealing_keys_file)

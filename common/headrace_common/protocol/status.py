@@ -2,6 +2,7 @@
 
 import math
 from dataclasses import asdict, fields
+from functools import lru_cache
 from typing import Any
 
 import msgpack
@@ -38,6 +39,8 @@ def encode_status(status: EngineStatus) -> bytes:
     return data
 
 
+# Gateways read the statuses of up to a thousand engines each second, most of them unchanged.
+@lru_cache(maxsize=2048)
 def decode_status(data: bytes) -> EngineStatus:
     """Unpacks and checks a status; unknown fields are ignored. Raises MessageError."""
     if len(data) > MAX_STATUS_BYTES:

@@ -1,5 +1,6 @@
 """The engines that serve a model right now, read from the queue on demand."""
 
+import asyncio
 import time
 from collections.abc import Callable, Sequence
 
@@ -15,25 +16,35 @@ LIFETIME_S = 1.0
 
 
 class EngineDirectory:
-    """A model's engines, at most LIFETIME_S old, so that a burst of requests reads them once."""
+    """A model's engines, at most LIFETIME_S old. A burst of requests reads them once: requests that
+    come while they are read wait for the same reply."""
 
     def __init__(self, queue: EngineList, clock: Callable[[], float] = time.monotonic) -> None:
         self._queue = queue
         self._clock = clock
         self._known: dict[str, tuple[float, Sequence[EngineStatus]]] = {}
         self._plans: dict[str, CanaryPlan] = {}  # of models with a canary
+        self._reading: dict[str, asyncio.Task[Sequence[EngineStatus]]] = {}
 
     async def engines(self, model: str) -> Sequence[EngineStatus]:
         """Returns the model's engines. Raises BackendUnavailable."""
         taken_at, engines = self._known.get(model, (-LIFETIME_S, ()))
-        now = self._clock()
-        if now - taken_at >= LIFETIME_S:
-            engines = await self._queue.engines(model)
-            if any(engine.variant == CANARY for engine in engines):
-                self._plans[model] = await self._queue.canary_plan(model)
-            else:
-                self._plans.pop(model, None)
-            self._known[model] = (now, engines)
+        if self._clock() - taken_at < LIFETIME_S:
+            return engines
+        reading = self._reading.get(model)
+        if reading is None:
+            reading = self._reading[model] = asyncio.create_task(self._read(model))
+            reading.add_done_callback(lambda _: self._reading.pop(model))
+        return await asyncio.shield(reading)
+
+    async def _read(self, model: str) -> Sequence[EngineStatus]:
+        asked_at = self._clock()
+        engines = await self._queue.engines(model)
+        if any(engine.variant == CANARY for engine in engines):
+            self._plans[model] = await self._queue.canary_plan(model)
+        else:
+            self._plans.pop(model, None)
+        self._known[model] = (asked_at, engines)
         return engines
 
     def plan(self, model: str) -> CanaryPlan:

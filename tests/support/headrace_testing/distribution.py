@@ -16,7 +16,6 @@ def _e2e(*names: str) -> tuple[str, ...]:
 
 
 # Files whose tests share processes that take seconds to start, in the order in which they run.
-# Workers get these first, as they take longest and mostly wait.
 TOGETHER: Mapping[str, tuple[str, ...]] = {
     # These fork their processes from one that has imported the programs.
     "forked": (
@@ -38,16 +37,32 @@ TOGETHER: Mapping[str, tuple[str, ...]] = {
 }
 UNITS = {file: unit for unit, files in TOGETHER.items() for file in files}
 
+# Workers get these first, as they take longest. Units mostly wait, and the engine's files compute:
+# half of the workers have one kind, half the other.
+FIRST = (
+    *("forked", "test_engine/models/test_images.py"),
+    *("stack", "test_engine/models/test_models.py"),
+    *("test_engine/models/test_schedules.py", "test_engine/distributed/test_tensor_parallel.py"),
+    *("paced", "test_engine/models/test_hybrid.py"),
+    *("served", "test_engine/models/test_published.py"),
+    *("single", "test_engine/speculative/test_draft_heads.py"),
+)
+
 
 def unit_of(path: Path) -> str | None:
     """The unit of a test file; None if it shares nothing."""
     return UNITS.get(_file(path))
 
 
-def place(path: Path) -> int:
-    """Sorts test files: those that share processes first, in the order of `UNITS`."""
+def place(path: Path) -> tuple[int, int]:
+    """Sorts test files: those of `FIRST`, units in the order of their files, and all others."""
     file = _file(path)
-    return list(UNITS).index(file) if file in UNITS else len(UNITS)
+    unit = UNITS.get(file, file)
+    within = TOGETHER.get(unit, ())
+    return (
+        FIRST.index(unit) if unit in FIRST else len(FIRST),
+        within.index(file) if file in within else 0,
+    )
 
 
 def _file(path: Path) -> str:

@@ -8,15 +8,18 @@ from collections.abc import AsyncIterator
 import pytest
 from redis.exceptions import NoPermissionError, ResponseError
 
+from headrace_common.protocol.adapters import AdapterSet, new_adapter
 from headrace_common.protocol.base import QueueLimits
 from headrace_common.protocol.batches import BatchRequest
 from headrace_common.protocol.limits import Rates, Settlement
+from headrace_common.protocol.redis.adapters import RedisAdapterSets
 from headrace_common.protocol.redis.batches import RedisBatches
 from headrace_common.protocol.redis.client.connection import check_backend
 from headrace_common.protocol.redis.gateway import RedisGatewayQueue
 from headrace_common.protocol.redis.limits import RedisKeyUsage
 from headrace_common.protocol.redis.registry import RedisModelRegistry
 from headrace_common.protocol.registry import RegisteredModel, digest_of
+from headrace_common.wire.keys import adapter_set
 from headrace_common.wire.messages import Drain
 from headrace_testing.backends import MODEL, make_request, make_status
 from headrace_testing.redis_users import ROLES, OverUsers
@@ -52,6 +55,15 @@ async def test_a_model_is_registered_read_and_removed_by_its_roles(
     assert await as_role["gateway"].files(KNOWN) == FILES
     assert await as_role["operator"].remove(MODEL, "ns/m")
     assert await as_role["gateway"].models() == {}
+
+
+async def test_the_operator_writes_the_adapters_of_a_model(redis_backend: OverUsers) -> None:
+    connection = redis_backend.connect("operator")
+    sets = RedisAdapterSets(connection)
+    await connection.measure_clock(adapter_set(MODEL))
+    wanted = AdapterSet(version="1", adapters=(new_adapter("sql", "/model/sql", "ns/m", 0.0),))
+    assert await sets.replace(MODEL, AdapterSet(), wanted)
+    assert await sets.read(MODEL) == wanted
 
 
 async def test_the_operator_sees_engines_and_drains_one(redis_backend: OverUsers) -> None:

@@ -119,7 +119,7 @@ COMMANDS = {
     "lpos lindex llen zincrby strlen",
     ENGINE: f"{_EVERYBODY} {_IN_QUEUES} hget hgetall hsetnx exists sadd srem zadd zrange zrem "
     "zscore rpush lpop lrem lpos lindex lrange zincrby srandmember getrange",
-    OPERATOR: f"{_EVERYBODY} hget hgetall hdel hset hsetnx hstrlen del get set srandmember "
+    OPERATOR: f"{_EVERYBODY} hget hgetall hdel hset hsetnx hstrlen exists del get set srandmember "
     "getrange srem xadd pexpire",
 }
 

@@ -1,0 +1,1 @@
+"""How cost grows: curves that scaling.py measures and draws."""

@@ -1,0 +1,201 @@
+"""Curves of the queue: what Redis pays and keeps, over waiting requests, shards and engines."""
+
+import argparse
+import asyncio
+import multiprocessing
+import statistics
+import tempfile
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from multiprocessing.connection import Connection as Pipe
+from pathlib import Path
+
+import redis as redis_client
+import uvloop
+
+from headrace_common.protocol.redis.client.connection import Connection, ConnectionConfig
+from headrace_common.protocol.redis.engine import RedisEngineQueue
+from headrace_common.protocol.redis.gateway import RedisGatewayQueue
+from headrace_common.wire.keys import new_incarnation
+from path import body, token_of_one_letter
+from queue_path.emitter import Emission, Emitted, Emitter
+from queue_path.processes import MODEL, Server, gateway, valkey
+from queue_path.protocol_load import LIMITS, Load, carry_out, new_request
+from queue_path.streams import read_streams
+from queue_shards import cluster, measure_idle_engine, measure_load
+
+from .curve import Curve, up_to
+
+AT_ONCE = 64
+TURNS = 1024  # requests that are measured while others wait
+PROMPT_TOKENS = 128
+ENGINE_PROCESSES = 2
+TOKENS = 24  # of each engine's stream
+HOP_LIMIT_MS = 10.0
+
+
+def waiting(most: int, _seconds: float) -> Iterator[Curve]:
+    """CPU of Redis for a request that comes and goes, and Redis' memory, over waiting requests."""
+    cpu = Curve("queue, by waiting requests", "waiting requests", "Redis, a request", "µs")
+    asked = Curve("depth, by waiting requests", "waiting requests", "Redis, a look", "µs")
+    kept = Curve("queue's memory", "waiting requests", "Redis' memory", "MB")
+    with tempfile.TemporaryDirectory() as folder, valkey(Path(folder)) as redis:
+        for figures in uvloop.run(_waiting(redis, up_to(most, [1, 1000, 10_000, 100_000, 10**6]))):
+            for curve, value in zip((cpu, asked, kept), figures[1:], strict=True):
+                curve.points.append((int(figures[0]), value))
+    yield from (cpu, asked, kept)
+
+
+async def _waiting(redis: Server, sizes: list[int]) -> list[tuple[float, ...]]:
+    load = Load(redis_url=redis.url, model=MODEL, requests=0, prompt_tokens=PROMPT_TOKENS)
+    connections = [Connection(ConnectionConfig(url=redis.url)) for _ in range(2)]
+    queue = RedisGatewayQueue(connections[0], new_incarnation("g"))
+    engine = RedisEngineQueue(connections[1], new_incarnation("e"), MODEL)
+    await queue.start()
+    await engine.start()
+
+    async def admit(count: int) -> None:
+        for begin in range(0, count, AT_ONCE):
+            new = (new_request(load) for _ in range(min(AT_ONCE, count - begin)))
+            await asyncio.gather(*(queue.admit(request, LIMITS) for request in new))
+
+    found: list[tuple[float, ...]] = []
+    there = 0
+    for size in sizes:
+        await admit(size - there)
+        there = size
+        begun = redis.cpu_seconds()
+        for _ in range(TURNS // AT_ONCE):
+            await admit(AT_ONCE)
+            await carry_out(load, engine, await engine.take(AT_ONCE))
+        turned = redis.cpu_seconds()
+        for _ in range(TURNS):
+            await queue.depth(MODEL)
+        looked = redis.cpu_seconds()
+        memory = used_memory(redis) / 1e6
+        found.append(
+            (size, 1e6 * (turned - begun) / TURNS, 1e6 * (looked - turned) / TURNS, memory)
+        )
+    for connection in connections:
+        await connection.close()
+    return found
+
+
+def used_memory(redis: Server) -> int:
+    with redis_client.Redis.from_url(redis.url) as client:
+        return int(client.info("memory")["used_memory"])
+
+
+@dataclass(frozen=True, slots=True)
+class Engines:
+    """`count` engines of one process, each with one request at a time."""
+
+    emission: Emission
+    count: int
+
+
+def engines(most: int, seconds: float) -> Iterator[Curve]:
+    """The hop of tokens and the cost of Redis, over engines that only emit."""
+    hop = Curve("hop, by engines", "engines", "p99 of a token's hop", "ms", HOP_LIMIT_MS)
+    cpu = Curve("Redis, by engines", "engines", "a second of all", "ms")
+    kept = Curve("engines' memory in Redis", "engines", "Redis' memory", "MB")
+    for count in up_to(most, [1, 10, 100, 1000]):
+        with tempfile.TemporaryDirectory() as folder, valkey(Path(folder)) as redis:
+            figures = _emitting(redis, Path(folder), count, seconds / 5)
+        for curve, value in zip((hop, cpu, kept), figures, strict=True):
+            curve.points.append((count, value))
+    yield from (hop, cpu, kept)
+
+
+def frames(most: int, seconds: float) -> Iterator[Curve]:
+    """CPU of Redis over the frames that 50 engines write in a second."""
+    curve = Curve("Redis, by frames", "frames a second", "Redis, a second", "ms")
+    count = min(most, 50)
+    for rate in (1, 2, 5, 10, 20):
+        with tempfile.TemporaryDirectory() as folder, valkey(Path(folder)) as redis:
+            _, cpu, _ = _emitting(
+                redis, Path(folder), count, 1 / rate, max(24, int(seconds * rate))
+            )
+        curve.points.append((count * rate, cpu))
+    yield curve
+
+
+def _emitting(
+    redis: Server, folder: Path, count: int, interval: float, tokens: int = TOKENS
+) -> tuple[float, ...]:
+    """The p99 of hops in ms, CPU ms of Redis a second, and what it keeps for the engines in MB;
+    each of `count` engines emits a token every `interval` seconds."""
+    before = used_memory(redis)
+    emission = Emission(
+        redis_url=redis.url, model=MODEL, token=token_of_one_letter(), interval=interval, slots=1
+    )
+    context = multiprocessing.get_context("spawn")
+    pipes = []
+    processes = min(ENGINE_PROCESSES, count)
+    for number in range(processes):
+        ours, theirs = context.Pipe()
+        own = Engines(emission, count // processes + (number < count % processes))
+        context.Process(target=_emit, args=(own, theirs), daemon=True).start()
+        theirs.close()
+        pipes.append(ours)
+    for pipe in pipes:
+        assert pipe.recv() == "ready"
+    with gateway(redis.url, folder) as running:
+        begun, cpu = time.monotonic(), redis.cpu_seconds()
+        bodies = [body("completions", tokens)] * count
+        streams = read_streams(running.url, "/v1/completions", bodies, count)
+        used = (redis.cpu_seconds() - cpu) / (time.monotonic() - begun)
+    kept = used_memory(redis) - before
+    emitted: list[Emitted] = []
+    for pipe in pipes:
+        pipe.send("stop")
+        emitted += pipe.recv()
+    made = {rid: (one.steps, first) for one in emitted for rid, first in one.first.items()}
+    hops = []
+    for stream in streams:
+        if not stream.complete or len(stream.arrivals) != tokens:
+            raise RuntimeError(
+                f"{stream.status}: a stream ended after {len(stream.arrivals)} of {tokens} tokens"
+            )
+        steps, first = made[stream.request_id]
+        # Without the first ones, at which other requests still come.
+        hops += [
+            stream.arrivals[index] - steps[first + index]
+            for index in range(tokens * 2 // 3, tokens)
+        ]
+    return 1e-6 * statistics.quantiles(hops, n=100)[98], 1e3 * used, kept / 1e6
+
+
+def _emit(engines: Engines, pipe: Pipe) -> None:
+    uvloop.run(_serve(engines, pipe))
+
+
+async def _serve(engines: Engines, pipe: Pipe) -> None:
+    emitters = [Emitter(engines.emission) for _ in range(engines.count)]
+    running = [asyncio.create_task(emitter.run()) for emitter in emitters]
+    stopped = asyncio.create_task(asyncio.to_thread(pipe.recv))
+    await asyncio.gather(*(emitter.started.wait() for emitter in emitters))
+    pipe.send("ready")
+    done, _ = await asyncio.wait({stopped, *running}, return_when=asyncio.FIRST_COMPLETED)
+    for task in done - {stopped}:
+        task.result()
+    for task in running:
+        task.cancel()
+    await asyncio.gather(*running, return_exceptions=True)
+    pipe.send([emitter.emitted() for emitter in emitters])
+
+
+def shards(most: int, seconds: float) -> Iterator[Curve]:
+    """The cost of a request and of an engine without one, over the shards of a model's queue on a
+    cluster of three masters."""
+    request = Curve("cluster, by shards", "shards", "all masters, a request", "µs")
+    idle = Curve("idle engine, by shards", "shards", "commands a second", "1/s")
+    for count in up_to(most, [1, 2, 4, 8, 16]):
+        options = argparse.Namespace(requests=min(most, 64) * 48, processes=2, pairs=4)
+        with tempfile.TemporaryDirectory() as folder, cluster(Path(folder)) as nodes:
+            loaded = measure_load(nodes, count, options)
+            waits = measure_idle_engine(nodes, count, seconds)
+        request.points.append((count, loaded["redis_us_per_request"]))
+        idle.points.append((count, waits["commands_per_second"]))
+    yield from (request, idle)
