@@ -18,7 +18,9 @@ from ...checkpoints.tensor_files import Shape
 from ...core.attention_backend import AttentionBackend, LayerParams
 from ...core.errors import ConfigError
 from ...core.recurrent_state import StateTensor
-from ...layers.feed_forward import GatedMLP
+from ...layers.expert_weights import MixtureOps, MixtureParts
+from ...layers.feed_forward import FeedForward, GatedMLP, SharedExpert, SparseMoe
+from ...layers.layers import Linear
 from ...operators.base import HeadShape, Ops, QKNorm, TorchOps
 from ..base import KVShape
 from ..context import pick_context
@@ -278,6 +280,32 @@ class Family(ABC):
         downs = tensors.experts(prefix, count, "down_proj", {names.down: self.hidden}, inner)
         both = zip(gate_ups, downs, strict=True)
         return [GatedMLP(gate_up, down, parts.ops.silu_mul) for gate_up, down in both]
+
+    def mixture(
+        self,
+        tensors: Tensors,
+        parts: Parts,
+        prefix: str,
+        router: Linear,
+        experts: ExpertsConfig,
+        names: MatrixNames = MatrixNames(),
+        *,
+        shared: SharedExpert | None = None,
+        correction: torch.Tensor | None = None,
+    ) -> FeedForward:
+        """A mixture of gated MLPs, whose matrices' names begin with `prefix`: of all experts at
+        once, if the operators can."""
+        if isinstance(parts.ops, MixtureOps):
+            stacked, matrices = (
+                ("gate_up_proj", "down_proj"),
+                ((names.gate, names.up), (names.down,)),
+            )
+            weights = tensors.grouped(prefix, experts.count, stacked, matrices)
+            if weights is not None:
+                own = MixtureParts(router, weights, shared, experts, correction=correction)
+                return parts.ops.mixture(own)
+        mlps = self.gated_experts(tensors, parts, prefix, experts, names)
+        return SparseMoe(router, mlps, shared, experts, correction)
 
 
 def layer_types(

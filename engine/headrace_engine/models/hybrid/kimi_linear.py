@@ -12,7 +12,7 @@ from ...checkpoints.fields import Fields
 from ...checkpoints.rope import RopeConfig
 from ...checkpoints.tensor_files import Shape
 from ...core.attention_backend import LayerParams, latent_backend
-from ...layers.feed_forward import GatedMLP, SharedExpert, SparseMoe
+from ...layers.feed_forward import FeedForward, SharedExpert
 from ...layers.layers import Linear
 from ...operators.recurrent import (
     Convolution,
@@ -246,17 +246,19 @@ class KimiLinear(Family):
             attention=LatentAttention(parts.ops, latent_backend(parts.attention), False),
         )
 
-    def _mlp(self, tensors: Tensors, parts: Parts, prefix: str) -> GatedMLP:
+    def _mlp(self, tensors: Tensors, parts: Parts, prefix: str) -> FeedForward:
         return self.gated_mlp(tensors, parts, f"{prefix}{self._mlp_name}.", self.inner)
 
-    def _mixture(self, tensors: Tensors, parts: Parts, prefix: str) -> SparseMoe:
+    def _mixture(self, tensors: Tensors, parts: Parts, prefix: str) -> FeedForward:
         experts, prefix = self.experts, f"{prefix}block_sparse_moe."
         assert experts.shared_size is not None
         router = tensors.linear({f"{prefix}gate": experts.count}, self.hidden, exact=True)
         correction = tensors.float32(f"{prefix}gate.e_score_correction_bias", experts.count)
-        mlps = self.gated_experts(tensors, parts, f"{prefix}experts.", experts, _EXPERTS)
         shared = self.gated_mlp(tensors, parts, f"{prefix}shared_experts.", experts.shared_size)
-        return SparseMoe(router, mlps, SharedExpert(shared, None), experts, correction)
+        return self.mixture(
+            tensors, parts, f"{prefix}experts.", router, experts, _EXPERTS,
+            shared=SharedExpert(shared, None), correction=correction,
+        )  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,7 +6,7 @@ from ...checkpoints.architectures import Architecture
 from ...checkpoints.config import ExpertsConfig
 from ...checkpoints.fields import Fields
 from ...checkpoints.tensor_files import Shape
-from ...layers.feed_forward import FeedForward, SparseMoe
+from ...layers.feed_forward import FeedForward
 from ...operators.base import QKNorm
 from ...operators.recurrent import Convolution, conv_state, recurrences_of
 from ..parallel import Shard, expert_sizes, shard_experts
@@ -152,13 +152,9 @@ class Lfm2Moe(Lfm2):
         bias = (
             tensors.float32(f"{prefix}expert_bias", experts.count) if experts.correction else None
         )
-        return SparseMoe(
-            router=tensors.linear({f"{prefix}gate": experts.count}, self.hidden, exact=True),
-            experts=self.gated_experts(tensors, parts, f"{prefix}experts.", experts, NAMES),
-            shared=None,
-            config=experts,
-            correction=bias,
-        )
+        router = tensors.linear({f"{prefix}gate": experts.count}, self.hidden, exact=True)
+        below = f"{prefix}experts."
+        return self.mixture(tensors, parts, below, router, experts, NAMES, correction=bias)
 
 
 def _inner(fields: Fields) -> int:

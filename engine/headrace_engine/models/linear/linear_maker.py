@@ -15,7 +15,13 @@ from ...core.errors import ConfigError
 from ...kernels.cpu.blocks import KINDS
 from ...kernels.cpu.executor import GROUP, Executor
 from ...kernels.cpu.library import DTYPES
-from ...layers.expert_weights import ExpertWeights, Names, read_experts, read_packed_weights
+from ...layers.expert_weights import (
+    ExpertWeights,
+    GroupedWeight,
+    Names,
+    read_experts,
+    read_packed_weights,
+)
 from ...layers.float8_linear import make_float8, supports_float8
 from ...layers.float8_weight import Float8Weight
 from ...layers.layers import Linear, can_pack, make_linear
@@ -214,6 +220,13 @@ class LinearMaker:
         if self._quantized_ops is not None:
             found = read_packed_weights(self._reader, experts, self._quantize)
         return found or read_experts(self._reader, experts, supports_float8(self._reader.device))
+
+    def stacked_experts(self, gate_up: str, down: str) -> ExpertWeights | None:
+        """Like `experts`, of tensors that have the float matrices of all experts."""
+        if self._executor is not None or self._quantize:
+            return None
+        upper, lower = (GroupedWeight(self._reader.read(name)) for name in (gate_up, down))
+        return ExpertWeights(upper, lower)
 
     def _quantized(self, weight: QuantizedWeight, bias: torch.Tensor | None) -> Linear:
         if self._quantized_ops is not None:
