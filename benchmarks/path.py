@@ -143,6 +143,7 @@ def streaming(bench: Bench, streams: int, rate: float, seconds: float) -> Figure
     return {
         "streams": streams,
         "tokens_per_second": rate,
+        "bytes_per_token": sum(one.received for one in done) / total,
         "missed_tokens": total - sum(len(one.arrivals) for one in done),
         "incomplete_streams": sum(not one.complete for one in done),
         "hop_ms_p50": statistics.median(hops) / 1e6,
@@ -172,6 +173,7 @@ def saturated(bench: Bench, endpoint: str, streams: int, tokens: int) -> Figures
         "streams": streams,
         "tokens_per_second": total / wall,
         "tokens_per_event": total / sum(one.events for one in done),
+        "bytes_per_token": sum(one.received for one in done) / total,
         "missed_tokens": total - sum(len(one.arrivals) for one in done),
         "incomplete_streams": sum(not one.complete for one in done),
         **costs,

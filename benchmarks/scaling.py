@@ -26,6 +26,7 @@ PARTS = {
     "steps": engine.steps,
     "plans": engine.plans,
     "tokens": gateway.tokens,
+    "answers": gateway.answers,
     "idle": gateway.idle,
     "waiting": redis_queue.waiting,
     "engines": redis_queue.engines,

@@ -12,7 +12,7 @@ from urllib.parse import urlsplit
 
 import psutil
 
-from path import PATHS, Bench, body, saturated, streaming, token_of_one_letter
+from path import PATHS, Bench, body, requests, saturated, streaming, token_of_one_letter
 from queue_path.processes import Server, gateway, valkey
 
 from .curve import Curve, up_to
@@ -27,6 +27,7 @@ def tokens(most: int, seconds: float) -> Iterator[Curve]:
     full speed."""
     calm = Curve("gateway, 2,000 tokens/s", "streams", "gateway, a token", "µs")
     full = Curve("gateway, full speed", "streams", "gateway, a token", "µs")
+    size = Curve("client's bytes", "streams", "received, a token", "bytes")
     for count in up_to(most, [1, 16, 256, 1024, 4096]):
         with _bench() as bench:
             calm_cost = streaming(bench, count, min(RATE, 200.0 * count), seconds)
@@ -35,7 +36,18 @@ def tokens(most: int, seconds: float) -> Iterator[Curve]:
             if cost["missed_tokens"] or cost["incomplete_streams"]:
                 raise RuntimeError(f"{count} streams lost tokens: {cost}")
             curve.points.append((count, cost["gateway_us_per_token"]))
-    yield from (calm, full)
+        size.points.append((count, calm_cost["bytes_per_token"]))
+    yield from (calm, full, size)
+
+
+def answers(most: int, _seconds: float) -> Iterator[Curve]:
+    """CPU of the gateway for a request with one output token, over requests at once."""
+    curve = Curve("gateway, by requests at once", "requests at once", "gateway, a request", "µs")
+    with _bench() as bench:
+        for count in up_to(most, [1, 8, 64, 512]):
+            cost = requests(bench, max(400, 2 * count), count)
+            curve.points.append((count, cost["gateway_us_per_request"]))
+    yield curve
 
 
 class _bench(ExitStack):

@@ -33,6 +33,7 @@ class Stream:
     request_id: str = ""
     arrivals: list[int] = field(default_factory=list)
     reads: int = 0
+    received: int = 0  # bytes, with the response's head
     events: int = 0
     complete: bool = False
 
@@ -90,6 +91,7 @@ def read_events(stream: Stream, reads: Sequence[tuple[int, bytes]]) -> None:
         stream.complete = stream.complete or _END in events + end
     stream.reads = len(reads)
     whole = b"".join(data for _, data in reads)
+    stream.received = len(whole)
     if whole:
         stream.status = int(whole.split(b" ", 2)[1])
     if found := _ID.search(whole):
