@@ -24,6 +24,8 @@ WHOLE = (
     *(".weights_proj.", ".in_proj_ba.", ".in_proj_a.", ".in_proj_b.", ".A_log"),
     *(".x_proj.", ".dt_proj."),
 )
+# Granite's experts, which are one tensor.
+STACKED = (".block_sparse_moe.input_linear.weight", ".block_sparse_moe.output_linear.weight")
 AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
 Tensors = dict[str, torch.Tensor]
 
@@ -59,22 +61,37 @@ def save_quantized(
     """Returns the folders of a quantised checkpoint and of the same checkpoint with dequantised
     weights.
 
-    Matrices with a part of `WHOLE` in their names are not quantised, nor those without `part`, nor
-    convolutions and experts in one tensor.
+    Matrices with a part of `WHOLE` in their names are not quantised, nor those without `part`.
     """
     whole = save_checkpoint(folder / "whole", name, **changes)
     tensors = load_file(whole / FILE)
     packed: Tensors = {}
     for key, weight in tensors.items():
-        if weight.ndim != 2 or part not in key or any(name in key for name in WHOLE):
+        is_matrix = weight.ndim == 2 or key.endswith(STACKED)
+        if not is_matrix or part not in key or any(name in key for name in WHOLE):
             packed[key] = weight
+            continue
+        module = key.removesuffix("weight")
+        if weight.ndim == 3:
+            every = [form.round(one) for one in weight]
+            tensors[key] = torch.stack([one.weight for one in every])
+            packed |= _stacked(module, [form.pack(one) for one in every])
             continue
         rounded = form.round(weight)
         tensors[key] = rounded.weight
-        module = key.removesuffix("weight")
         packed |= {module + suffix: tensor for suffix, tensor in form.pack(rounded).items()}
     save_file(tensors, whole / FILE, {"format": "pt"})
     return _save(folder / "packed", whole, packed, form.config), whole
+
+
+def _stacked(module: str, experts: list[Tensors]) -> Tensors:
+    """The tensors of all experts of a mixture, each with one more dimension."""
+    return {
+        module + suffix: tensor
+        if suffix == "weight_shape"
+        else torch.stack([expert[suffix] for expert in experts])
+        for suffix, tensor in experts[0].items()
+    }
 
 
 def _save(folder: Path, whole: Path, packed: Tensors, quantization: dict[str, Any]) -> Path:

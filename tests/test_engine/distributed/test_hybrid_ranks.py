@@ -13,11 +13,14 @@ import pytest
 import torch
 
 from headrace_common.sampling.params import SamplingParams
+from headrace_engine.checkpoints.checkpoint import load_checkpoint
+from headrace_engine.checkpoints.tensor_files import scan
 from headrace_engine.core.errors import ConfigError
 from headrace_engine.core.recurrent_state import StateBatch, StateRun
 from headrace_engine.core.speculative_config import SpeculativeConfig
 from headrace_engine.distributed import commands
 from headrace_engine.engine.engine import Engine
+from headrace_engine.model_loader.describe_model import describe
 from headrace_testing.adapter_scenes import AdapterScene
 from headrace_testing.adapters import ALL_MODULES
 from headrace_testing.checkpoints import HYBRID, Reference
@@ -26,7 +29,10 @@ from headrace_testing.quantized import awq, save_fp8, save_quantized
 from headrace_testing.rank_threads import close, make_engine
 
 LENGTH = 6
-DIVISIBLE = ("qwen3-next", "qwen3_5", "qwen3_5-multimodal", "qwen3_5-moe", "qwen3_5-moe-multimodal")
+DIVISIBLE = (
+    *("qwen3-next", "qwen3_5", "qwen3_5-multimodal", "qwen3_5-moe", "qwen3_5-moe-multimodal"),
+    *("kimi-linear", "lfm2", "lfm2-moe", "nemotron-h", "nemotron-h-latent", "mamba2"),
+)
 
 CheckpointMaker = Callable[[str], Path]
 ReferenceMaker = Callable[[str], Reference]
@@ -100,6 +106,8 @@ def test_quantised_weights_are_cut(kind: str, tmp_path: Path) -> None:
         if kind == "awq"
         else save_fp8(tmp_path, "qwen3_5", (16, 16))
     )
+    found = describe(load_checkpoint(str(folder)), 2)
+    assert (found.quantization, found.tensors) == (kind, len(scan(folder)))
     paths = Reference(whole).clear_paths(2, LENGTH)
     engine, runner = make_engine(folder, 2)
     outputs = run(

@@ -10,9 +10,12 @@ import pytest
 from safetensors.torch import load_file, save_file
 
 from headrace_common.sampling.params import SamplingParams
+from headrace_engine.checkpoints.checkpoint import load_checkpoint
+from headrace_engine.core.errors import CheckpointError
 from headrace_engine.engine.engine import Engine
 from headrace_engine.kernels.cpu.executor import PackedLinear
 from headrace_engine.layers.float8_weight import round_weight
+from headrace_engine.model_loader.describe_model import describe
 from headrace_engine.model_runner.model_runner import ModelRunner
 from headrace_engine.models.hybrid.adapters import AdaptedLinear
 from headrace_engine.models.hybrid.decoder import HybridDecoder
@@ -26,9 +29,11 @@ LENGTH = 6
 PROMPT = tuple(range(20, 50))
 # Those whose numbers of outputs do not fill AWQ's words.
 UNEVEN = ("kimi-linear", "falcon-h1", "falcon-h1-norm")
+# Whose experts are one tensor.
+STACKED = "granite-hybrid"
 ALL_EXPERTS: dict[str, dict[str, Any]] = {
     "qwen3-next": {"num_experts": 2, "num_experts_per_tok": 2},
-    "granite-hybrid": {"num_local_experts": 2},
+    STACKED: {"num_local_experts": 2, "intermediate_size": 64},
 }
 SHALLOW: dict[str, dict[str, Any]] = {
     "qwen3_5-moe": {
@@ -49,7 +54,7 @@ native_kernels = pytest.mark.skipif("cpu" not in cpu_backends(), reason="no nati
 @pytest.mark.proves("quantised")
 @pytest.mark.parametrize("name", HYBRID)
 def test_products_use_the_stored_numbers(name: str, tmp_path: Path) -> None:
-    form = compressed(4, 16) if name in UNEVEN else awq(16)
+    form = compressed(4, 16) if name in (*UNEVEN, STACKED) else awq(16)
     folder, whole = save_quantized(tmp_path, name, form)
     serve(make_runner(folder, threads=1), Reference(whole).clear_paths(3, LENGTH))
 
@@ -73,7 +78,7 @@ def best(folder: Path, runner: ModelRunner) -> dict[int, float]:
     [
         ("qwen3_5", compressed(8, None), 8),
         ("qwen3-next", gptq(size=64), 4),
-        ("granite-hybrid", gptq(size=64, symmetric=True), 4),
+        (STACKED, compressed(4, 64), 4),
         ("mamba2", gptq(size=64), 4),
         ("lfm2", gptq(desc_act=True), 8),
     ],
@@ -87,6 +92,21 @@ def test_native_kernels_keep_few_bits(name: str, form: Format, bits: int, tmp_pa
     exact = Reference(whole).logits(PROMPT)[-1].log_softmax(-1)
     errors = [abs(value - float(exact[token])) for token, value in best(folder, runner).items()]
     assert sum(errors) / len(errors) < 0.07 * float(exact.std())
+
+
+@pytest.mark.parametrize(
+    "form", [compressed(8, None, packed=False), compressed(4, 16, symmetric=False)]
+)
+def test_experts_in_one_tensor_are_unpacked(form: Format, tmp_path: Path) -> None:
+    folder, whole = save_quantized(tmp_path, STACKED, form)
+    assert describe(load_checkpoint(str(folder))).quantization == "compressed-tensors"
+    serve(make_runner(folder, threads=1), Reference(whole).clear_paths(2, LENGTH))
+
+
+def test_experts_in_one_tensor_are_refused_in_other_formats(tmp_path: Path) -> None:
+    folder, _ = save_quantized(tmp_path, STACKED, gptq())
+    with pytest.raises(CheckpointError, match="all experts in one tensor quantised with gptq"):
+        make_runner(folder)
 
 
 @native_kernels

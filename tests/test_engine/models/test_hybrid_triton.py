@@ -11,8 +11,11 @@ import torch
 from headrace_engine.engine.engine import Engine
 from headrace_engine.kernels.triton.dependent_launch import DependentLaunches
 from headrace_engine.kernels.triton.launch import RecurrentLaunch, RecurrentLaunches
+from headrace_engine.layers.expert_weights import MixtureParts
 from headrace_engine.model_loader import loader
+from headrace_engine.models.hybrid.decoder import HybridDecoder
 from headrace_engine.operators.base import TorchOps
+from headrace_engine.operators.triton_experts import GroupedMoe
 from headrace_engine.operators.triton_recurrent import TritonRecurrences
 from headrace_testing.checkpoints import Reference, save_checkpoint
 from headrace_testing.engines import engine_config, greedy, make_runner, request, run
@@ -52,6 +55,37 @@ class RecurrentOps(TorchOps):
 
     def __init__(self) -> None:
         self.recurrences = TritonRecurrences(DependentLaunches(), CHUNKS)
+
+
+class MixtureOps(RecurrentOps):
+    """The same with mixtures through Triton."""
+
+    def mixture(self, parts: MixtureParts) -> GroupedMoe:
+        return GroupedMoe(parts, capability=(8, 0))
+
+
+@pytest.mark.parametrize(("name", "published"), [("lfm2-moe", True), ("qwen3_5-moe", False)])
+def test_all_experts_are_computed_at_once(
+    name: str, published: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Experts that are stored one by one, and those that are one tensor."""
+    if not COMPILED:
+        monkeypatch.setattr(loader, "make_ops", lambda *_: MixtureOps())
+    save_checkpoint(tmp_path, name, published=published, **FAMILIES[name])
+    (path,) = Reference(tmp_path).clear_paths(1, 2, lambda _: 5)
+    runner = make_runner(
+        tmp_path,
+        attention_backend="triton" if COMPILED else "cpu",
+        device="cuda" if COMPILED else "cpu",
+        threads=1,
+    )
+    assert isinstance(runner.model, HybridDecoder)
+    last: Any = runner.model._weights.parts[-1].layer
+    assert isinstance(last.feed_forward, GroupedMoe)
+    output = run(
+        Engine(engine_config(Path("unused")), runner), [request("r", path.prompt, greedy(2))]
+    )
+    assert tuple(output["r", 0].token_ids) == path.output
 
 
 @pytest.mark.parametrize("name", FAMILIES)

@@ -9,6 +9,7 @@ from headrace_engine.checkpoints.architectures import RECURRENT
 from headrace_engine.checkpoints.checkpoint import load_checkpoint
 from headrace_engine.core.errors import CheckpointError, ConfigError
 from headrace_engine.model_loader.describe_model import describe
+from headrace_engine.models.hybrid.hybrid import FAMILIES
 from headrace_testing.published_models import (
     PUBLISHED,
     StoredTensor,
@@ -21,7 +22,13 @@ from headrace_testing.published_models import (
 NAMES = sorted(path.stem for path in PUBLISHED.glob("*.json"))
 CONFIGS = {name: read_published(name)["config"] for name in NAMES}
 ARCHITECTURES = {name: config["architectures"][0] for name, config in CONFIGS.items()}
-DECODERS = [name for name in NAMES if ARCHITECTURES[name] not in RECURRENT]
+# Of models with recurrent layers those that ranks can divide, and whose first layers are a model.
+DECODERS = [
+    name
+    for name in NAMES
+    if ARCHITECTURES[name] not in RECURRENT
+    or (FAMILIES[ARCHITECTURES[name]].divisible and not name.startswith("nvidia--"))
+]
 DENSE = "meta-llama--Meta-Llama-3.1-405B"
 WITH_DRAFTS = "XiaomiMiMo--MiMo-7B-Base"
 # More tensors take seconds. Of such checkpoints, except two, only the first layers are compared.
@@ -50,7 +57,8 @@ def test_ranks_divide_it(name: str, tmp_path: Path) -> None:
     """The dense layers, and one with experts, or the first five."""
     config = CONFIGS[name]
     dense = config.get("text_config", config).get("first_k_dense_replace", 4)
-    config, tensors = published(name, dense + 1)
+    layers = 5 if ARCHITECTURES[name] in RECURRENT else dense + 1
+    config, tensors = published(name, layers)
     write_checkpoint(tmp_path, config, tensors)
     checkpoint = load_checkpoint(str(tmp_path))
     for ranks in (2, 4) if len(tensors) < MANY_OF_FEW_LAYERS else ():

@@ -18,7 +18,9 @@ from ...checkpoints.tensor_files import Shape
 from ...core.attention_backend import AttentionBackend, LayerParams
 from ...core.errors import ConfigError
 from ...core.recurrent_state import StateTensor
-from ...layers.feed_forward import GatedMLP
+from ...layers.expert_weights import MixtureOps, MixtureParts
+from ...layers.feed_forward import FeedForward, GatedMLP, SharedExpert, SparseMoe
+from ...layers.layers import Linear
 from ...operators.base import HeadShape, Ops, QKNorm, TorchOps
 from ..base import KVShape
 from ..context import pick_context
@@ -62,6 +64,8 @@ class Family(ABC):
     prefixes: ClassVar[tuple[str, ...]] = (TEXT_PART, "model.")
     # Whether checkpoints may have a layer that predicts further tokens.
     has_head: ClassVar[bool] = False
+    # The name of the embedding, after the prefix.
+    embedding: ClassVar[str] = "embed_tokens"
     # Whether several ranks may share the decoder.
     divisible: ClassVar[bool] = False
     heads: int
@@ -149,7 +153,7 @@ class Family(ABC):
 
     def division(self, name: str, whole: Shape) -> Division | None:
         """How ranks divide a tensor; None: each of them has all of it."""
-        if name in (f"{self.prefix}embed_tokens.weight", HEAD):
+        if name in (f"{self.prefix}{self.embedding}.weight", HEAD):
             return Division(0, (whole[0],))
         module, _, kind = name.rpartition(".")
         last = module.rpartition(".")[2]
@@ -157,14 +161,16 @@ class Family(ABC):
             return Division(0, (self.kv_heads,), "heads")
         if last == "q_proj":
             return Division(0, (whole[0],))
-        if last in ("gate_proj", "up_proj"):
+        if last in ("gate_proj", "up_proj", "w1", "w3"):
             return Division(0, (whole[0],), "inner")
-        if last in ("o_proj", "out_proj", "down_proj"):
+        if last in ("o_proj", "out_proj", "down_proj", "w2"):
             if kind == "bias":
                 return Division(0, (), "once")
-            return Division(1, (whole[1],), "inner" if last == "down_proj" else "even")
+            return Division(1, (whole[1],), "even" if last in ("o_proj", "out_proj") else "inner")
         if name.endswith(".experts.gate_up_proj"):
             return Division(1, (whole[1] // 2,) * 2, "inner")
+        if name.endswith(".experts.up_proj"):
+            return Division(1, (whole[1],), "inner")
         if name.endswith(".experts.down_proj"):
             return Division(2, (whole[2],), "inner")
         return None
@@ -194,13 +200,12 @@ class Family(ABC):
         states: int,
         state_tensors: tuple[StateTensor, ...],
         *,
-        embedding: str = "embed_tokens",
         embedding_scale: float = 1.0,
         logits_divisor: float = 1.0,
     ) -> HybridWeights:
         """The weights of a decoder of `parts`, of which `attentions` have KV and `states` a state.
         `norm` is the last one."""
-        name = f"{self.prefix}{embedding}"
+        name = f"{self.prefix}{self.embedding}"
         return HybridWeights(
             embedding=tensors.tensor(f"{name}.weight", self.vocab, self.hidden),
             parts=parts,
@@ -275,6 +280,32 @@ class Family(ABC):
         downs = tensors.experts(prefix, count, "down_proj", {names.down: self.hidden}, inner)
         both = zip(gate_ups, downs, strict=True)
         return [GatedMLP(gate_up, down, parts.ops.silu_mul) for gate_up, down in both]
+
+    def mixture(
+        self,
+        tensors: Tensors,
+        parts: Parts,
+        prefix: str,
+        router: Linear,
+        experts: ExpertsConfig,
+        names: MatrixNames = MatrixNames(),
+        *,
+        shared: SharedExpert | None = None,
+        correction: torch.Tensor | None = None,
+    ) -> FeedForward:
+        """A mixture of gated MLPs, whose matrices' names begin with `prefix`: of all experts at
+        once, if the operators can."""
+        if isinstance(parts.ops, MixtureOps):
+            stacked, matrices = (
+                ("gate_up_proj", "down_proj"),
+                ((names.gate, names.up), (names.down,)),
+            )
+            weights = tensors.grouped(prefix, experts.count, stacked, matrices)
+            if weights is not None:
+                own = MixtureParts(router, weights, shared, experts, correction=correction)
+                return parts.ops.mixture(own)
+        mlps = self.gated_experts(tensors, parts, prefix, experts, names)
+        return SparseMoe(router, mlps, shared, experts, correction)
 
 
 def layer_types(

@@ -4,7 +4,7 @@ from ...checkpoints.architectures import Architecture
 from ...checkpoints.config import ExpertsConfig
 from ...checkpoints.fields import Fields
 from ...checkpoints.rope import RopeConfig
-from ...layers.feed_forward import FeedForward, SparseMoe
+from ...layers.feed_forward import FeedForward
 from .decoder import HybridWeights, ResidualPart
 from .family import Family, Parts
 from .layers import FeedForwardLayer, HybridLayer
@@ -98,5 +98,4 @@ class Jamba(Family):
 
     def _mixture(self, tensors: Tensors, parts: Parts, prefix: str) -> FeedForward:
         router = tensors.linear({f"{prefix}router": self.experts.count}, self.hidden, exact=True)
-        experts = self.gated_experts(tensors, parts, f"{prefix}experts.", self.experts)
-        return SparseMoe(router, experts, None, self.experts)
+        return self.mixture(tensors, parts, f"{prefix}experts.", router, self.experts)

@@ -1,7 +1,8 @@
 """Kimi Linear: Kimi Delta Attention, latent attention without positions, mixtures of experts."""
 
 from collections.abc import Collection
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Self
 
 import torch
 
@@ -9,8 +10,9 @@ from ...checkpoints.architectures import Architecture
 from ...checkpoints.config import ExpertsConfig, LatentConfig
 from ...checkpoints.fields import Fields
 from ...checkpoints.rope import RopeConfig
+from ...checkpoints.tensor_files import Shape
 from ...core.attention_backend import LayerParams, latent_backend
-from ...layers.feed_forward import GatedMLP, SharedExpert, SparseMoe
+from ...layers.feed_forward import FeedForward, SharedExpert
 from ...layers.layers import Linear
 from ...operators.recurrent import (
     Convolution,
@@ -23,12 +25,19 @@ from ...operators.recurrent import (
 from ..base import KVShape
 from ..decoder.latent import LatentAttention, LatentWeights
 from ..decoder.positions import LayerPositions
+from ..parallel import Shard, expert_sizes, shard_experts
 from .decoder import HybridWeights, ResidualPart
 from .family import Family, MatrixNames, Parts, layer_types
 from .layers import FeedForwardLayer, HybridLayer, HybridStep
+from .ranks import Division
 from .tensors import Tensors
 
 _EXPERTS = MatrixNames("w1", "w3", "w2")
+# What ranks divide by the heads.
+_BY_HEAD = (
+    *("q_proj", "k_proj", "v_proj", "q_b_proj", "kv_b_proj"),
+    *("q_conv1d", "k_conv1d", "v_conv1d", "dt_bias", "f_b_proj", "g_b_proj", "b_proj"),
+)
 # Names of config.json, and transformers' names for them.
 _NAMES = {
     "model_max_length": "max_position_embeddings",
@@ -44,6 +53,7 @@ class KimiLinear(Family):
     """The shape of one checkpoint. Raises ConfigError for fields that are not supported."""
 
     architecture = Architecture(rms_norm_eps=1e-5, max_position_embeddings=1_048_576)
+    divisible = True
     # The name of MLPs in published checkpoints; transformers may save another one.
     _mlp_name = "mlp"
 
@@ -123,6 +133,27 @@ class KimiLinear(Family):
         if found.per_token > found.count // found.groups * found.kept_groups:
             raise fields.error(chosen, "at most the experts of topk_group groups")
         return found
+
+    def counts(self) -> dict[str, int]:
+        return {**super().counts(), "linear_attn_config.num_heads": self.delta.value_heads}
+
+    def inner_sizes(self) -> dict[str, int]:
+        dense = {} if all(self.experts.sparse) else {"intermediate_size": self.inner}
+        return dense | expert_sizes(self.experts)
+
+    def divided(self, shard: Shard) -> Self:
+        part, heads = super().divided(shard), self.delta.value_heads // shard.size
+        part.inner = shard.inner_size(self.inner)
+        part.experts = shard_experts(self.experts, shard)
+        part.delta = replace(self.delta, key_heads=heads, value_heads=heads)
+        return part
+
+    def division(self, name: str, whole: Shape) -> Division | None:
+        """Latents, and what low-rank products have inside, each rank has all of."""
+        if name.endswith(".A_log"):
+            return Division(2, (whole[2],))
+        named = name.removesuffix(".weight").rpartition(".")[2]
+        return Division(0, (whole[0],)) if named in _BY_HEAD else super().division(name, whole)
 
     def build(self, tensors: Tensors, parts: Parts) -> HybridWeights:
         blocks: list[ResidualPart] = []
@@ -215,17 +246,19 @@ class KimiLinear(Family):
             attention=LatentAttention(parts.ops, latent_backend(parts.attention), False),
         )
 
-    def _mlp(self, tensors: Tensors, parts: Parts, prefix: str) -> GatedMLP:
+    def _mlp(self, tensors: Tensors, parts: Parts, prefix: str) -> FeedForward:
         return self.gated_mlp(tensors, parts, f"{prefix}{self._mlp_name}.", self.inner)
 
-    def _mixture(self, tensors: Tensors, parts: Parts, prefix: str) -> SparseMoe:
+    def _mixture(self, tensors: Tensors, parts: Parts, prefix: str) -> FeedForward:
         experts, prefix = self.experts, f"{prefix}block_sparse_moe."
         assert experts.shared_size is not None
         router = tensors.linear({f"{prefix}gate": experts.count}, self.hidden, exact=True)
         correction = tensors.float32(f"{prefix}gate.e_score_correction_bias", experts.count)
-        mlps = self.gated_experts(tensors, parts, f"{prefix}experts.", experts, _EXPERTS)
         shared = self.gated_mlp(tensors, parts, f"{prefix}shared_experts.", experts.shared_size)
-        return SparseMoe(router, mlps, SharedExpert(shared, None), experts, correction)
+        return self.mixture(
+            tensors, parts, f"{prefix}experts.", router, experts, _EXPERTS,
+            shared=SharedExpert(shared, None), correction=correction,
+        )  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)

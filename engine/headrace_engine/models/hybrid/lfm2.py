@@ -1,14 +1,19 @@
 """LFM2: gated short convolutions and attention, with or without a mixture of experts."""
 
+from typing import Self
+
 from ...checkpoints.architectures import Architecture
 from ...checkpoints.config import ExpertsConfig
 from ...checkpoints.fields import Fields
-from ...layers.feed_forward import FeedForward, SparseMoe
+from ...checkpoints.tensor_files import Shape
+from ...layers.feed_forward import FeedForward
 from ...operators.base import QKNorm
 from ...operators.recurrent import Convolution, conv_state, recurrences_of
+from ..parallel import Shard, expert_sizes, shard_experts
 from .decoder import HybridWeights, ResidualPart
 from .family import Family, MatrixNames, Parts, layer_types
 from .layers import AttentionLayer, FeedForwardLayer, ShortConvLayer
+from .ranks import Division
 from .tensors import Tensors
 
 LFM2 = Architecture(
@@ -24,6 +29,7 @@ class Lfm2(Family):
     """The shape of one checkpoint. Raises ConfigError for fields that are not supported."""
 
     architecture = LFM2
+    divisible = True
 
     def __init__(self, fields: Fields) -> None:
         super().__init__(fields)
@@ -38,6 +44,23 @@ class Lfm2(Family):
         default = ["full_attention" if at in listed else "conv" for at in range(self.layers)]
         self.types = layer_types(fields, ("full_attention", "conv"), default)
         self.inner = _inner(fields)
+        self.channels = self.hidden
+
+    def counts(self) -> dict[str, int]:
+        return {**super().counts(), "hidden_size": self.hidden}
+
+    def inner_sizes(self) -> dict[str, int]:
+        return {"intermediate_size": self.inner}
+
+    def divided(self, shard: Shard) -> Self:
+        part = super().divided(shard)
+        part.channels = self.channels // shard.size
+        return part
+
+    def division(self, name: str, whole: Shape) -> Division | None:
+        if ".conv.in_proj." in name:
+            return Division(0, (whole[0] // 3,) * 3)
+        return Division(0, (whole[0],)) if ".conv.conv." in name else super().division(name, whole)
 
     def build(self, tensors: Tensors, parts: Parts) -> HybridWeights:
         hidden = self.hidden
@@ -58,15 +81,15 @@ class Lfm2(Family):
             mlp = self.feed_forward(tensors, parts, f"{prefix}feed_forward.", index)
             blocks.append(ResidualPart(norm, FeedForwardLayer(mlp, index)))
         norm = tensors.tensor(f"{self.prefix}embedding_norm.weight", hidden)
-        window = conv_state(hidden, self.window, parts.dtype)
+        window = conv_state(self.channels, self.window, parts.dtype)
         return self.decoder(tensors, blocks, norm, attentions, states, (window,))
 
     def _convolution(
         self, tensors: Tensors, parts: Parts, prefix: str, index: int
     ) -> ShortConvLayer:
         hidden, prefix = self.hidden, f"{prefix}conv."
-        weight = tensors.tensor(f"{prefix}conv.weight", hidden, 1, self.window)
-        bias = tensors.tensor(f"{prefix}conv.bias", hidden) if self.bias else None
+        weight = tensors.tensor(f"{prefix}conv.weight", self.channels, 1, self.window)
+        bias = tensors.tensor(f"{prefix}conv.bias", self.channels) if self.bias else None
         convolution = Convolution(weight[:, 0], bias)
         return ShortConvLayer(
             index=index,
@@ -113,6 +136,15 @@ class Lfm2Moe(Lfm2):
             factor=fields.number("routed_scaling_factor", 1.0),
         )
 
+    def inner_sizes(self) -> dict[str, int]:
+        dense = {} if all(self.experts.sparse) else super().inner_sizes()
+        return dense | expert_sizes(self.experts)
+
+    def divided(self, shard: Shard) -> Self:
+        part = super().divided(shard)
+        part.experts = shard_experts(self.experts, shard)
+        return part
+
     def feed_forward(self, tensors: Tensors, parts: Parts, prefix: str, index: int) -> FeedForward:
         experts = self.experts
         if not experts.sparse[index]:
@@ -120,13 +152,9 @@ class Lfm2Moe(Lfm2):
         bias = (
             tensors.float32(f"{prefix}expert_bias", experts.count) if experts.correction else None
         )
-        return SparseMoe(
-            router=tensors.linear({f"{prefix}gate": experts.count}, self.hidden, exact=True),
-            experts=self.gated_experts(tensors, parts, f"{prefix}experts.", experts, NAMES),
-            shared=None,
-            config=experts,
-            correction=bias,
-        )
+        router = tensors.linear({f"{prefix}gate": experts.count}, self.hidden, exact=True)
+        below = f"{prefix}experts."
+        return self.mixture(tensors, parts, below, router, experts, NAMES, correction=bias)
 
 
 def _inner(fields: Fields) -> int:

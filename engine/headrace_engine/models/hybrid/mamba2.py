@@ -1,11 +1,12 @@
 """Mamba-2 layers, https://arxiv.org/abs/2405.21060."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import inf
 
 import torch
 
 from ...checkpoints.fields import Fields
+from ...checkpoints.tensor_files import Shape
 from ...layers.layers import Linear
 from ...operators.base import Ops
 from ...operators.recurrent import (
@@ -16,6 +17,7 @@ from ...operators.recurrent import (
     recurrences_of,
 )
 from .layers import HybridStep
+from .ranks import Division
 from .tensors import Tensors
 
 # As JSON has it, and as transformers writes it.
@@ -43,6 +45,22 @@ def read_shape(fields: Fields, width: int) -> Mamba2Shape:
         raise fields.error("mamba_n_groups", f"a divisor of mamba_n_heads ({heads})")
     state_size = fields.integer("mamba_d_state", 256)
     return Mamba2Shape(heads, dim, groups, state_size, fields.integer("mamba_d_conv", 4))
+
+
+def divide(name: str, shape: Mamba2Shape, whole: Shape) -> Division | None:
+    """How ranks divide a layer's tensor by heads and their groups; None: not by these."""
+    shared, named = shape.groups * shape.state_size, name.rpartition(".")[0].rpartition(".")[2]
+    if named == "conv1d":
+        return Division(0, (shape.width, shared, shared))
+    if named == "in_proj":
+        return Division(0, (shape.width, shape.width, shared, shared, shape.heads))
+    by_head = named == "norm" or name.endswith((".A_log", ".D", ".dt_bias"))
+    return Division(0, (whole[0],)) if by_head else None
+
+
+def divided_shape(shape: Mamba2Shape, size: int) -> Mamba2Shape:
+    """The part of one of `size` ranks."""
+    return replace(shape, heads=shape.heads // size, groups=shape.groups // size)
 
 
 @dataclass(frozen=True, slots=True)

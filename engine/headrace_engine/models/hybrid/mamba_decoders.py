@@ -2,21 +2,24 @@
 
 from abc import abstractmethod
 from dataclasses import replace
-from typing import ClassVar
+from typing import ClassVar, Self
 
 import torch
 
 from ...checkpoints.architectures import Architecture
 from ...checkpoints.fields import Fields
 from ...checkpoints.rope import RopeConfig
+from ...checkpoints.tensor_files import Shape
 from ...core.recurrent_state import StateTensor
 from ...operators.recurrent import Mamba2Shape
 from ..base import KVShape
+from ..parallel import Shard
 from .decoder import HybridWeights, ResidualPart
 from .family import Family, Parts
 from .layers import HybridLayer
 from .mamba import MambaShape, SelectionNorms, read_mamba
-from .mamba2 import check_steps, read_mamba2
+from .mamba2 import check_steps, divide, divided_shape, read_mamba2
+from .ranks import Division
 from .tensors import Tensors
 
 # Blocks of 16 positions that one layer's state takes.
@@ -33,6 +36,7 @@ class WithoutAttention(Family):
 
     architecture = Architecture(max_position_embeddings=262144)
     prefixes = ("backbone.",)
+    embedding = "embeddings"
     kv_heads = 1
     head_dim = 64
     # Whether output and embedding are one matrix if config.json does not say.
@@ -67,9 +71,7 @@ class WithoutAttention(Family):
             blocks.append(ResidualPart(norm, self.layer(tensors, parts, f"{prefix}mixer.", index)))
         norm = tensors.tensor(f"{self.prefix}norm_f.weight", self.hidden)
         states = self.state_tensors(parts.dtype)
-        decoder = self.decoder(
-            tensors, blocks, norm, 1, self.layers, states, embedding="embeddings"
-        )
+        decoder = self.decoder(tensors, blocks, norm, 1, self.layers, states)
         head = 2 * _BLOCK_SIZE * self.head_dim * parts.dtype.itemsize
         heads = -(-sum(tensor.num_bytes for tensor in states) // (head * _LAYER_BLOCKS))
         return replace(
@@ -117,6 +119,8 @@ class Mamba2(WithoutAttention):
     """Mamba-2 layers."""
 
     ties = False
+    divisible = True
+    heads = 0
 
     def __init__(self, fields: Fields) -> None:
         super().__init__(fields)
@@ -132,6 +136,18 @@ class Mamba2(WithoutAttention):
             raise fields.error("head_dim", f"expand * hidden_size / num_heads ({self.mamba.heads})")
         if self.mamba.heads % self.mamba.groups:
             raise fields.error("n_groups", f"a divisor of num_heads ({self.mamba.heads})")
+
+    def counts(self) -> dict[str, int]:
+        return {"num_heads": self.mamba.heads, "n_groups": self.mamba.groups}
+
+    def divided(self, shard: Shard) -> Self:
+        part = super().divided(shard)
+        part.mamba = divided_shape(self.mamba, shard.size)
+        return part
+
+    def division(self, name: str, whole: Shape) -> Division | None:
+        found = divide(name, self.mamba, whole) if ".mixer." in name else None
+        return super().division(name, whole) if found is None else found
 
     def state_tensors(self, dtype: torch.dtype) -> tuple[StateTensor, ...]:
         return self.mamba.states(dtype)

@@ -1,6 +1,7 @@
 """Nemotron-H: each layer is a Mamba-2 layer, attention without positions, an MLP or a mixture."""
 
 from dataclasses import dataclass
+from typing import Self
 
 import torch
 
@@ -8,15 +9,18 @@ from ...checkpoints.architectures import Architecture
 from ...checkpoints.config import ExpertsConfig
 from ...checkpoints.fields import Fields
 from ...checkpoints.rope import RopeConfig
+from ...checkpoints.tensor_files import Shape
 from ...layers.feed_forward import FeedForward, GatedMLP, SparseMoe
 from ...layers.layers import Linear
 from ...lora.batch import LayerLoRA
 from ...operators.base import squared_relu
 from ...operators.recurrent import Mamba2Shape
+from ..parallel import Shard, expert_sizes, shard_experts
 from .decoder import HybridWeights, ResidualPart
 from .family import Family, Parts, layer_types
 from .layers import FeedForwardLayer, FeedForwardSum, HybridLayer
-from .mamba2 import read_mamba2
+from .mamba2 import divide, divided_shape, read_mamba2
+from .ranks import Division
 from .tensors import Tensors
 
 # The letters of hybrid_override_pattern.
@@ -34,6 +38,8 @@ class NemotronH(Family):
 
     architecture = Architecture(max_position_embeddings=4096)
     prefixes = ("backbone.", "model.")
+    embedding = "embeddings"
+    divisible = True
 
     def __init__(self, fields: Fields) -> None:
         self.types = _types(fields)
@@ -91,6 +97,26 @@ class NemotronH(Family):
             factor=fields.number("routed_scaling_factor", 1.0),
         )
 
+    def counts(self) -> dict[str, int]:
+        mamba = {"mamba_num_heads": self.mamba.heads, "n_groups": self.mamba.groups}
+        return {**super().counts(), **mamba}
+
+    def inner_sizes(self) -> dict[str, int]:
+        sizes = {"intermediate_size": self.inner} if "mlp" in self.types else {}
+        return sizes | ({} if self.experts is None else expert_sizes(self.experts))
+
+    def divided(self, shard: Shard) -> Self:
+        part = super().divided(shard)
+        part.mamba = divided_shape(self.mamba, shard.size)
+        part.experts = None if self.experts is None else shard_experts(self.experts, shard)
+        return part
+
+    def division(self, name: str, whole: Shape) -> Division | None:
+        if name.endswith(".fc2_latent_proj.bias"):
+            return Division(0, (), "once")
+        found = divide(name, self.mamba, whole) if ".mixer." in name else None
+        return super().division(name, whole) if found is None else found
+
     def build(self, tensors: Tensors, parts: Parts) -> HybridWeights:
         blocks: list[ResidualPart] = []
         attentions = states = 0
@@ -116,9 +142,7 @@ class NemotronH(Family):
             blocks.append(ResidualPart(norm, layer))
         norm = tensors.tensor(f"{self.prefix}norm_f.weight", self.hidden)
         tensors_of_state = self.mamba.states(parts.dtype)
-        return self.decoder(
-            tensors, blocks, norm, attentions, states, tensors_of_state, embedding="embeddings"
-        )
+        return self.decoder(tensors, blocks, norm, attentions, states, tensors_of_state)
 
     def _mlp(self, tensors: Tensors, prefix: str, inner: int) -> GatedMLP:
         return GatedMLP(

@@ -9,7 +9,7 @@ from ...checkpoints.architectures import Architecture
 from ...checkpoints.config import ExpertsConfig, sparse_layers
 from ...checkpoints.fields import Fields
 from ...checkpoints.tensor_files import Shape
-from ...layers.feed_forward import GatedMLP, SharedExpert, SparseMoe
+from ...layers.feed_forward import FeedForward, SharedExpert
 from ...layers.layers import Linear
 from ...operators.base import QKNorm
 from ...operators.recurrent import (
@@ -212,23 +212,20 @@ class Qwen3Next(Family):
             tensors, parts, prefix, index, scale=dim**-0.5, norm=norm, bias=self.bias, gated=True
         )
 
-    def _mlp(self, tensors: Tensors, parts: Parts, prefix: str) -> GatedMLP:
+    def _mlp(self, tensors: Tensors, parts: Parts, prefix: str) -> FeedForward:
         return self.gated_mlp(tensors, parts, f"{prefix}mlp.", self.inner)
 
-    def _mixture(self, tensors: Tensors, parts: Parts, prefix: str) -> SparseMoe:
+    def _mixture(self, tensors: Tensors, parts: Parts, prefix: str) -> FeedForward:
         experts, prefix = self.experts, f"{prefix}mlp."
         assert experts is not None and experts.shared_size is not None
         router = tensors.linear({f"{prefix}gate": experts.count}, self.hidden, exact=True)
         shared = f"{prefix}shared_expert"
-        return SparseMoe(
-            router=router,
-            experts=self.gated_experts(tensors, parts, f"{prefix}experts.", experts),
-            shared=SharedExpert(
-                mlp=self.gated_mlp(tensors, parts, f"{shared}.", experts.shared_size),
-                gate=tensors.linear({f"{shared}_gate": 1}, self.hidden, exact=True),
-            ),
-            config=experts,
+        expert = SharedExpert(
+            mlp=self.gated_mlp(tensors, parts, f"{shared}.", experts.shared_size),
+            gate=tensors.linear({f"{shared}_gate": 1}, self.hidden, exact=True),
         )
+        below = f"{prefix}experts."
+        return self.mixture(tensors, parts, below, router, experts, shared=expert)
 
 
 @dataclass(frozen=True, slots=True)

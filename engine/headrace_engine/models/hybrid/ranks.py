@@ -25,7 +25,6 @@ from ..rotary.rotary import RotaryTable
 from .adapters import AdaptedLayers
 from .decoder import HybridDecoder, HybridWeights
 
-
 _STACKS: Mapping[type, Callable[[Any], Any]] = {
     QuantizedWeight: stack_integers,
     Float8Weight: stack_float8,
@@ -37,10 +36,9 @@ _STACKS: Mapping[type, Callable[[Any], Any]] = {
 class Division:
     """How ranks divide one dimension of a tensor.
 
-    It consists of segments of these `lengths`, of which each rank has its share: of `even` ones;
-    of `inner` sizes of MLPs, cut between groups of 32; of `heads`, of which several ranks may have
-    the same one (`lengths` are then numbers of heads). "once": the first rank has the tensor, the
-    others zeros.
+    It consists of segments of these `lengths`, of which each rank has its share. `inner` sizes of
+    MLPs are cut between groups of 32. Of `heads`, of which `lengths` are the numbers, several ranks
+    may have the same one. With "once" the first rank has the tensor, and the others have zeros.
     """
 
     dimension: int

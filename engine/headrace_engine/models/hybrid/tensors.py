@@ -7,6 +7,7 @@ from typing import Protocol
 import torch
 
 from ...checkpoints.tensor_files import Shape
+from ...layers.expert_weights import ExpertWeights, Names
 from ...layers.layers import Linear, PlainLinear
 from ...operators.base import Ops
 from ..linear.linear_maker import LinearMaker
@@ -39,6 +40,12 @@ class Tensors(Protocol):
     ) -> list[Linear]:
         """For each of `count` experts one layer of the named matrices. They are stored one by one,
         below `prefix` and the expert's number, or all as the tensor `stacked` below `prefix`."""
+
+    def grouped(
+        self, prefix: str, count: int, stacked: tuple[str, str], matrices: tuple[Names, Names]
+    ) -> ExpertWeights | None:
+        """The matrices of all experts, given the names of (gate and up, down), stored like those of
+        `experts`; None if they cannot be stacked, and have to be read one by one."""
 
 
 class ExpectedTensors:
@@ -93,6 +100,11 @@ class ExpectedTensors:
             return self.stacked(prefix + stacked, count, sum(matrices.values()), inputs)
         return [self._expect(_numbered(prefix, at, matrices), inputs) for at in range(count)]
 
+    def grouped(
+        self, prefix: str, count: int, stacked: tuple[str, str], matrices: tuple[Names, Names]
+    ) -> ExpertWeights | None:
+        return None
+
 
 class StoredTensors:
     """Reads weights, in the order in which they were expected. `adapters` change the layers
@@ -121,7 +133,7 @@ class StoredTensors:
         return self._adapters.adapt(matrices, made)
 
     def stacked(self, name: str, count: int, outputs: int, inputs: int) -> list[Linear]:
-        return [self._linears.make_of(weight) for weight in self._reader.read(name)]
+        return self._linears.stacked(name, count)
 
     def experts(
         self, prefix: str, count: int, stacked: str, matrices: Mapping[str, int], inputs: int
@@ -130,6 +142,22 @@ class StoredTensors:
             return self.stacked(prefix + stacked, count, sum(matrices.values()), inputs)
         every = [list(_numbered(prefix, at, matrices)) for at in range(count)]
         return [self._linears.make(_names(names, "weight")) for names in every]
+
+    def grouped(
+        self, prefix: str, count: int, stacked: tuple[str, str], matrices: tuple[Names, Names]
+    ) -> ExpertWeights | None:
+        if self._reader.expects(prefix + stacked[0]):
+            return self._linears.stacked_experts(*(prefix + name for name in stacked))
+        return self._linears.experts(
+            [
+                (_weights(f"{prefix}{at}.", matrices[0]), _weights(f"{prefix}{at}.", matrices[1]))
+                for at in range(count)
+            ]
+        )
+
+
+def _weights(prefix: str, names: Names) -> Names:
+    return tuple(f"{prefix}{name}.weight" for name in names)
 
 
 def _numbered(prefix: str, expert: int, matrices: Mapping[str, int]) -> dict[str, int]:

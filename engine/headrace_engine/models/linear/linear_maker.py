@@ -6,7 +6,7 @@ each product, and all others use torch's own layers.
 """
 
 from collections.abc import Sequence
-from typing import Protocol, runtime_checkable
+from typing import Protocol, TypeVar, runtime_checkable
 
 import torch
 from torch.nn import functional as F
@@ -15,7 +15,13 @@ from ...core.errors import ConfigError
 from ...kernels.cpu.blocks import KINDS
 from ...kernels.cpu.executor import GROUP, Executor
 from ...kernels.cpu.library import DTYPES
-from ...layers.expert_weights import ExpertWeights, Names, read_experts, read_packed_weights
+from ...layers.expert_weights import (
+    ExpertWeights,
+    GroupedWeight,
+    Names,
+    read_experts,
+    read_packed_weights,
+)
 from ...layers.float8_linear import make_float8, supports_float8
 from ...layers.float8_weight import Float8Weight
 from ...layers.layers import Linear, can_pack, make_linear
@@ -28,6 +34,8 @@ from .native_linear import NativeLinear
 
 # Rows of the kernels must be a multiple of this: the widest vector.
 LANES = 16
+Part = TypeVar("Part", QuantizedWeight, Float8Weight)
+
 NO_INT8 = (
     "quantization int8 needs the native CPU kernels, in bfloat16 or float32, or a native model on "
     "a GPU: use quantization none"
@@ -174,7 +182,27 @@ class LinearMaker:
             return self._quantized(round_weight(whole), bias)
         return self._make_whole(whole, bias)
 
-    def make_of(self, weight: torch.Tensor) -> Linear:
+    def stacked(self, name: str, count: int) -> list[Linear]:
+        """Makes the layers of one tensor [count, out, in]."""
+        executor, device = self._executor, self._reader.device
+        if executor is not None:
+            few = four_bits(self._reader, (name,)) if self._quantize else None
+            if few is not None:
+                packed = [executor.pack_quantized(one, [], False) for one in _split(few, count)]
+                return [NativeLinear(executor, one) for one in packed]
+        else:
+            integers = self._reader.quantized((name,))
+            if integers is not None:
+                return [self._quantized(one, None) for one in _split(integers, count)]
+            floats = self._reader.float8((name,)) if supports_float8(device) else None
+            if floats is not None:
+                made = [self._make_float8(one, None, device) for one in _split(floats, count)]
+                found = [one for one in made if one is not None]
+                if len(found) == count:
+                    return found
+        return [self._of(weight) for weight in self._reader.read(name)]
+
+    def _of(self, weight: torch.Tensor) -> Linear:
         """Makes a layer of a float weight [out, in]."""
         packed = pack_linear(weight, None, self._executor, self._quantize)
         if packed is not None:
@@ -193,6 +221,13 @@ class LinearMaker:
             found = read_packed_weights(self._reader, experts, self._quantize)
         return found or read_experts(self._reader, experts, supports_float8(self._reader.device))
 
+    def stacked_experts(self, gate_up: str, down: str) -> ExpertWeights | None:
+        """Like `experts`, of tensors that have the float matrices of all experts."""
+        if self._executor is not None or self._quantize:
+            return None
+        upper, lower = (GroupedWeight(self._reader.read(name)) for name in (gate_up, down))
+        return ExpertWeights(upper, lower)
+
     def _quantized(self, weight: QuantizedWeight, bias: torch.Tensor | None) -> Linear:
         if self._quantized_ops is not None:
             return self._quantized_ops.quantized_linear(weight, bias, self._reader.device)
@@ -206,3 +241,9 @@ class LinearMaker:
     def _is_native(self, weights: tuple[str, ...]) -> bool:
         inputs = [self._reader.shape(name)[1] for name in weights]
         return self._reader.dtype in DTYPES and not any(count % LANES for count in inputs)
+
+
+def _split(stacked: Part, count: int) -> list[Part]:
+    """The matrices of `count` experts, whose outputs follow each other."""
+    rows = stacked.shape[0] // count
+    return [stacked.rows(at * rows, (at + 1) * rows) for at in range(count)]

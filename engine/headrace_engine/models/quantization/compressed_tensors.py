@@ -5,12 +5,14 @@ formats, and integers with block scales, are refused.
 """
 
 from collections.abc import Mapping
+from math import prod
 from typing import ClassVar
 
 import torch
 
 from ...checkpoints.fields import Fields
 from ...checkpoints.tensor_files import Shape, TensorFiles
+from ...core.errors import CheckpointError
 from ...layers.float8_weight import Float8Weight
 from ...layers.quantized_weight import WORD_BITS, QuantizedWeight, unpack_columns, unpack_rows
 from .base import FLOATS, StoredWeight, TensorSpec, read_groups
@@ -45,6 +47,24 @@ class CompressedTensors:
         return f"{module}.weight_scale" in files.tensors
 
     def tensors(self, module: str, shape: Shape, files: TensorFiles) -> Mapping[str, TensorSpec]:
+        """For [experts, out, in] each tensor has that dimension, too."""
+        *stacked, out, inputs = shape
+        found = self._tensors_of(module, (out, inputs), files)
+        if not stacked:
+            return found
+        if self._strategy == BLOCK:
+            raise CheckpointError(
+                f"{files.folder}: {module} has all experts in one tensor, with scales of blocks: "
+                "use a checkpoint with scales of channels or groups"
+            )
+        return {
+            name: TensorSpec(tuple((*stacked, *one) for one in spec.shapes), spec.dtypes)
+            for name, spec in found.items()
+        }
+
+    def _tensors_of(
+        self, module: str, shape: tuple[int, int], files: TensorFiles
+    ) -> dict[str, TensorSpec]:
         out, inputs = shape
         scales = TensorSpec(self._scale_shapes(shape), FLOATS)
         found = {f"{module}.weight_scale": scales}
@@ -61,7 +81,8 @@ class CompressedTensors:
         return found
 
     def read(self, module: str, shape: Shape, files: TensorFiles) -> StoredWeight:
-        out, inputs = shape
+        """Reads the weight; of [experts, out, in] as [experts * out, in]."""
+        out, inputs = prod(shape[:-1]), shape[-1]
         scales = (
             files.load(f"{module}.weight_scale").float().reshape(-1, self._groups_per_row(inputs))
         )
@@ -69,16 +90,19 @@ class CompressedTensors:
             scales.repeat_interleave(self._block_rows, dim=0)[:out].expand(out, -1).contiguous()
         )
         if not self.integer_weights:
-            return Float8Weight(files.load(f"{module}.weight"), scales, self._group_size or inputs)
+            values = files.load(f"{module}.weight").view(out, inputs)
+            return Float8Weight(values, scales, self._group_size or inputs)
         midpoint = 1 << (self._bits - 1)
         if self._packed:
-            values = unpack_columns(files.load(f"{module}.weight_packed"), self._bits)[:, :inputs]
+            packed = files.load(f"{module}.weight_packed")
+            values = unpack_columns(packed.view(out, -1), self._bits)[:, :inputs]
         else:
-            values = (files.load(f"{module}.weight").short() + midpoint).to(torch.uint8)
+            stored = files.load(f"{module}.weight").view(out, inputs)
+            values = (stored.short() + midpoint).to(torch.uint8)
         return QuantizedWeight(
             values=values.contiguous(),
             scales=scales,
-            zeros=self._zero_points(module, shape, files) + torch.zeros_like(scales),
+            zeros=self._zero_points(module, (out, inputs), files) + torch.zeros_like(scales),
             groups=read_groups(f"{module}.weight_g_idx", inputs, scales.shape[1], files),
             bits=self._bits,
         )
@@ -90,7 +114,7 @@ class CompressedTensors:
             return torch.tensor(float(midpoint))
         stored = files.load(f"{module}.weight_zero_point")
         if stored.dtype is torch.int32 and self._packed:
-            return unpack_rows(stored, self._bits)[: shape[0]].float()
+            return unpack_rows(stored.flatten(0, -2), self._bits)[: shape[0]].float()
         return stored.float().reshape(-1, self._groups_per_row(shape[1])) + midpoint
 
     def _zero_point_spec(self, shape: Shape) -> TensorSpec:

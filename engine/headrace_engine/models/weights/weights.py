@@ -126,6 +126,11 @@ class WeightReader:
 
     def _specs(self, stored: str, shape: Shape) -> Mapping[str, TensorSpec]:
         if self._format is not None and self._is_quantized(stored):
+            if len(shape) != 2 and self._format.name in ("awq", "fp8", "gptq"):
+                raise CheckpointError(
+                    f"{self._files.folder}: {stored} has all experts in one tensor quantised with "
+                    f"{self._format.name}: use compressed-tensors, or a tensor for each expert"
+                )
             return self._format.tensors(stored.removesuffix(".weight"), shape, self._files)
         return {stored: TensorSpec((shape,), tuple(_FLOATS))}
 
@@ -267,10 +272,12 @@ class WeightReader:
         if not self._is_quantized(piece.stored):
             return piece.of(self._files.load(piece.stored))
         weight = self._unpack(piece)
+        shape = self._shapes[piece.stored] if piece.rows is None else weight.shape
         if self.device.type == "meta":
-            return torch.empty(weight.shape, device=self.device)
-        # Of a GGUF file's matrices, only a part is in memory as float32.
-        return weight.dequantize(dtype) if isinstance(weight, GGUFWeight) else weight.dequantize()
+            return torch.empty(shape, device=self.device)
+        if isinstance(weight, GGUFWeight):  # only a part is in memory as float32
+            return weight.dequantize(dtype)
+        return weight.dequantize().view(shape)
 
     @property
     def _needs_shapes_alone(self) -> bool:
