@@ -1,6 +1,7 @@
 """One curve: a cost over the size of what causes it."""
 
 import math
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
@@ -19,6 +20,11 @@ class Curve:
     unit: str
     limit: float | None = None
     points: list[tuple[int, float]] = field(default_factory=list)
+
+    def add(self, size: int, cost: float) -> None:
+        """Adds a point, and shows that it was measured."""
+        self.points.append((size, cost))
+        print(f"{self.name}: {size:,}: {cost:,.4g} {self.unit}", file=sys.stderr, flush=True)
 
     @property
     def exponent(self) -> float | None:

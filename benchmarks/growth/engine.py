@@ -75,10 +75,12 @@ def steps(most: int, _seconds: float) -> Iterator[Curve]:
     with tempfile.TemporaryDirectory() as folder:
         bench = GrowingBench(Path(folder), contexts[-1], batches[-1])
         curve = Curve("step, by batch", "sequences of 256 keys", "step", "ms")
-        curve.points = [(batch, bench.step_ms(batch, 256)) for batch in batches]
+        for batch in batches:
+            curve.add(batch, bench.step_ms(batch, 256))
         yield curve
         curve = Curve("step, by context", "keys of one sequence", "step", "ms")
-        curve.points = [(context, bench.step_ms(1, context)) for context in contexts]
+        for context in contexts:
+            curve.add(context, bench.step_ms(1, context))
         yield curve
     counts = up_to(most, [1, 2, 4, 8, 16, 32])
     with tempfile.TemporaryDirectory() as folder:
@@ -91,7 +93,7 @@ def steps(most: int, _seconds: float) -> Iterator[Curve]:
         curve = Curve("step, by adapters", f"adapters of {counts[-1]} sequences", "step", "ms")
         for count in counts:
             chosen = tuple(names)[:count]
-            curve.points.append((count, bench.step_ms(counts[-1], 256, chosen)))
+            curve.add(count, bench.step_ms(counts[-1], 256, chosen))
         yield curve
 
 
@@ -114,7 +116,7 @@ def plans(most: int, _seconds: float) -> Iterator[Curve]:
             made += 1
         if curve.points == []:
             _step(scheduler)  # starts the sequences that run
-        curve.points.append((waiting, statistics.median(_plan_us(scheduler))))
+        curve.add(waiting, statistics.median(_plan_us(scheduler)))
     yield curve
 
 

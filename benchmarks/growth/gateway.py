@@ -35,8 +35,8 @@ def tokens(most: int, seconds: float) -> Iterator[Curve]:
         for curve, cost in ((calm, calm_cost), (full, full_cost)):
             if cost["missed_tokens"] or cost["incomplete_streams"]:
                 raise RuntimeError(f"{count} streams lost tokens: {cost}")
-            curve.points.append((count, cost["gateway_us_per_token"]))
-        size.points.append((count, calm_cost["bytes_per_token"]))
+            curve.add(count, cost["gateway_us_per_token"])
+        size.add(count, calm_cost["bytes_per_token"])
     yield from (calm, full, size)
 
 
@@ -46,7 +46,7 @@ def answers(most: int, _seconds: float) -> Iterator[Curve]:
     with _bench() as bench:
         for count in up_to(most, [1, 8, 64, 512]):
             cost = requests(bench, max(400, 2 * count), count)
-            curve.points.append((count, cost["gateway_us_per_request"]))
+            curve.add(count, cost["gateway_us_per_request"])
     yield curve
 
 
@@ -76,8 +76,8 @@ def idle(most: int, seconds: float) -> Iterator[Curve]:
             time.sleep(seconds)
             used = bench.gateway.cpu_seconds() - begun
             resident = psutil.Process(bench.gateway.pid).memory_info().rss
-            memory.points.append((count, resident / 1e6))
-            cpu.points.append((count, 1e3 * used / seconds))
+            memory.add(count, resident / 1e6)
+            cpu.add(count, 1e3 * used / seconds)
     yield from (memory, cpu)
 
 

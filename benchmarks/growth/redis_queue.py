@@ -14,6 +14,7 @@ from pathlib import Path
 import redis as redis_client
 import uvloop
 
+from headrace_common.protocol.base import QueueLimits
 from headrace_common.protocol.redis.client.connection import Connection, ConnectionConfig
 from headrace_common.protocol.redis.engine import RedisEngineQueue
 from headrace_common.protocol.redis.gateway import RedisGatewayQueue
@@ -21,12 +22,13 @@ from headrace_common.wire.keys import new_incarnation
 from path import body, token_of_one_letter
 from queue_path.emitter import Emission, Emitted, Emitter
 from queue_path.processes import MODEL, Server, gateway, valkey
-from queue_path.protocol_load import LIMITS, Load, carry_out, new_request
+from queue_path.protocol_load import Load, carry_out, new_request
 from queue_path.streams import read_streams
 from queue_shards import cluster, measure_idle_engine, measure_load
 
 from .curve import Curve, up_to
 
+LIMITS = QueueLimits(max_requests=2 * 10**6, max_tokens=10**10)
 AT_ONCE = 64
 TURNS = 1024  # requests that are measured while others wait
 PROMPT_TOKENS = 128
@@ -41,13 +43,13 @@ def waiting(most: int, _seconds: float) -> Iterator[Curve]:
     asked = Curve("depth, by waiting requests", "waiting requests", "Redis, a look", "µs")
     kept = Curve("queue's memory", "waiting requests", "Redis' memory", "MB")
     with tempfile.TemporaryDirectory() as folder, valkey(Path(folder)) as redis:
-        for figures in uvloop.run(_waiting(redis, up_to(most, [1, 1000, 10_000, 100_000, 10**6]))):
-            for curve, value in zip((cpu, asked, kept), figures[1:], strict=True):
-                curve.points.append((int(figures[0]), value))
+        uvloop.run(
+            _waiting(redis, up_to(most, [1, 1000, 10_000, 100_000, 10**6]), cpu, asked, kept)
+        )
     yield from (cpu, asked, kept)
 
 
-async def _waiting(redis: Server, sizes: list[int]) -> list[tuple[float, ...]]:
+async def _waiting(redis: Server, sizes: list[int], cpu: Curve, asked: Curve, kept: Curve) -> None:
     load = Load(redis_url=redis.url, model=MODEL, requests=0, prompt_tokens=PROMPT_TOKENS)
     connections = [Connection(ConnectionConfig(url=redis.url)) for _ in range(2)]
     queue = RedisGatewayQueue(connections[0], new_incarnation("g"))
@@ -60,7 +62,6 @@ async def _waiting(redis: Server, sizes: list[int]) -> list[tuple[float, ...]]:
             new = (new_request(load) for _ in range(min(AT_ONCE, count - begin)))
             await asyncio.gather(*(queue.admit(request, LIMITS) for request in new))
 
-    found: list[tuple[float, ...]] = []
     there = 0
     for size in sizes:
         await admit(size - there)
@@ -73,13 +74,11 @@ async def _waiting(redis: Server, sizes: list[int]) -> list[tuple[float, ...]]:
         for _ in range(TURNS):
             await queue.depth(MODEL)
         looked = redis.cpu_seconds()
-        memory = used_memory(redis) / 1e6
-        found.append(
-            (size, 1e6 * (turned - begun) / TURNS, 1e6 * (looked - turned) / TURNS, memory)
-        )
+        cpu.add(size, 1e6 * (turned - begun) / TURNS)
+        asked.add(size, 1e6 * (looked - turned) / TURNS)
+        kept.add(size, used_memory(redis) / 1e6)
     for connection in connections:
         await connection.close()
-    return found
 
 
 def used_memory(redis: Server) -> int:
@@ -104,7 +103,7 @@ def engines(most: int, seconds: float) -> Iterator[Curve]:
         with tempfile.TemporaryDirectory() as folder, valkey(Path(folder)) as redis:
             figures = _emitting(redis, Path(folder), count, seconds / 5)
         for curve, value in zip((hop, cpu, kept), figures, strict=True):
-            curve.points.append((count, value))
+            curve.add(count, value)
     yield from (hop, cpu, kept)
 
 
@@ -117,7 +116,7 @@ def frames(most: int, seconds: float) -> Iterator[Curve]:
             _, cpu, _ = _emitting(
                 redis, Path(folder), count, 1 / rate, max(24, int(seconds * rate))
             )
-        curve.points.append((count * rate, cpu))
+        curve.add(count * rate, cpu)
     yield curve
 
 
@@ -196,6 +195,6 @@ def shards(most: int, seconds: float) -> Iterator[Curve]:
         with tempfile.TemporaryDirectory() as folder, cluster(Path(folder)) as nodes:
             loaded = measure_load(nodes, count, options)
             waits = measure_idle_engine(nodes, count, seconds)
-        request.points.append((count, loaded["redis_us_per_request"]))
-        idle.points.append((count, waits["commands_per_second"]))
+        request.add(count, loaded["redis_us_per_request"])
+        idle.add(count, waits["commands_per_second"])
     yield from (request, idle)
