@@ -432,6 +432,7 @@ def test_requests_for_adapters_that_cannot_run_are_refused(scene: AdapterScene, 
         without.generate(prompt, GREEDY, lora_request=scene.requests["all"])
     with pytest.raises(RequestError, match="2 entries for 1 prompts"):
         llm.generate(prompt, GREEDY, lora_request=[None, None])
+    llm.generate(prompt, GREEDY, lora_request=scene.requests["all"])  # gives the name its folder
     with pytest.raises(CheckpointError, match="give .* a name of its own"):
         other = str(scene.folders["some"])
         llm.generate(prompt, GREEDY, lora_request=LoRARequest("all", 1, other))
