@@ -18,6 +18,8 @@ LINE, LINEAR, LIMIT = "#00796b", "#9e9e9e", "#c62828"
 
 def draw(curves: Sequence[Curve], file: Path) -> None:
     """Writes the picture."""
+    # A cost below the clock's resolution has no place on a logarithmic axis.
+    curves = [curve for curve in curves if any(cost > 0 for _, cost in curve.points)]
     rows = -(-len(curves) // COLUMNS)
     figure, grid = plt.subplots(
         rows, COLUMNS, figsize=(3.1 * COLUMNS, 2.5 * rows), layout="constrained", squeeze=False
@@ -25,8 +27,8 @@ def draw(curves: Sequence[Curve], file: Path) -> None:
     for axes in grid.flat[len(curves) :]:
         axes.set_visible(False)
     for axes, curve in zip(grid.flat, curves, strict=False):
-        sizes = [size for size, _ in curve.points]
-        costs = [cost for _, cost in curve.points]
+        points = [(size, cost) for size, cost in curve.points if cost > 0]
+        sizes, costs = zip(*points, strict=True)
         axes.loglog(sizes, costs, color=LINE, marker="o", markersize=3)
         last = costs[-1]
         axes.loglog(sizes, [last * size / sizes[-1] for size in sizes], color=LINEAR, ls=":", lw=1)

@@ -160,7 +160,9 @@ async def test_the_engine_takes_more_than_it_can_start_for_the_policy_to_choose_
         await service.admit("d")
         service.runner.gate.release(10_000)
         await service.ended(5)
-        assert service.first_tokens() == ["a", "urgent", "b", "c", "d"]
+        first, chosen, *equals, last = service.first_tokens()
+        assert (first, chosen, last) == ("a", "urgent", "d")
+        assert {*equals} == {"b", "c"}, "they came within a millisecond"
 
 
 async def test_without_lookahead_requests_that_cannot_start_stay_in_the_queue() -> None:
