@@ -19,13 +19,15 @@ from rich.console import Console
 from rich.table import Table
 
 from growth.curve import Curve, curve_of
+from growth.gateway import RATE
 
 MOST_STREAMS = 10_000  # of one gateway, the largest number that scaling.py measures
 
 
 @dataclass(frozen=True, slots=True)
 class Costs:
-    """CPU microseconds of a unit, and bytes."""
+    """CPU microseconds of a unit, and bytes, at the largest size that was measured; a token's
+    at the measured speed of a stream that is nearest."""
 
     gateway_token: float
     gateway_request: float
@@ -35,14 +37,16 @@ class Costs:
     bytes_token: float
 
     @classmethod
-    def of(cls, curves: Mapping[str, Curve]) -> "Costs":
-        """The costs at the largest size that was measured. Raises KeyError where a curve is
+    def of(cls, curves: Mapping[str, Curve], speed: float) -> "Costs":
+        """The costs where a stream has `speed` tokens/s. Raises KeyError where a curve is
         missing."""
+        calm = curves["gateway, 2,000 tokens/s"].points
+        _, token = min(calm, key=lambda point: abs(math.log(RATE / point[0] / speed)))
         frames = curves["Redis, by frames"].points
         frame = _slope(frames) * 1e3
         engines = curves["Redis, by engines"].points
         return cls(
-            gateway_token=_last(curves["gateway, 2,000 tokens/s"]),
+            gateway_token=token,
             gateway_request=_last(curves["gateway, by requests at once"]),
             redis_request=_last(curves["queue, by waiting requests"]),
             redis_frame=frame,
@@ -112,7 +116,7 @@ def main() -> None:
     parser.add_argument("--busy", type=float, default=0.6, help="of a core, at most")
     options = parser.parse_args()
     known = json.loads(options.report.read_text())["curves"]
-    costs = Costs.of({curve["name"]: curve_of(curve) for curve in known})
+    costs = Costs.of({curve["name"]: curve_of(curve) for curve in known}, options.speed)
     workload = (options.streams, options.speed, options.output, options.busy)
     needs = {gpus: Fleet(gpus, *workload).needs(costs) for gpus in options.gpus}
     table = Table("GPUs", *(f"{gpus:,}" for gpus in needs))
