@@ -26,7 +26,7 @@ NAME = "replayed"
 HOUR = 3600.0
 FASTER = 60.0
 START_S = 3.0
-# An idle machine reaches 0.95; where decisions come late, each tenth of a second is 6 s of the trace.
+# An idle machine reaches 0.95. Where decisions come late, a tenth of a second is 6 s of the trace.
 SHARE = 0.9
 # The host's address for pods.
 HOST = os.environ.get("CLUSTER_HOST", "10.244.0.1")

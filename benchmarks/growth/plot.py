@@ -8,6 +8,7 @@ import matplotlib as mpl
 
 mpl.use("Agg")
 import matplotlib.pyplot as plt
+from matplotlib.ticker import NullFormatter
 from PIL import Image
 
 from .curve import Curve
@@ -41,6 +42,7 @@ def draw(curves: Sequence[Curve], file: Path) -> None:
         axes.set_xlabel(curve.size, fontsize=7)
         axes.set_ylabel(f"{curve.cost} ({curve.unit})", fontsize=7)
         axes.tick_params(labelsize=6)
+        axes.yaxis.set_minor_formatter(NullFormatter())
         axes.grid(alpha=0.2)
         axes.spines[["top", "right"]].set_visible(False)
     drawn = BytesIO()
