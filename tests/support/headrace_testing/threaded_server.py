@@ -9,15 +9,20 @@ Script = TypeVar("Script")
 
 
 class ThreadedServer:
-    """Serves on a free port of loopback while the block runs. `handler` answers the requests."""
+    """Serves on a free port while the block runs. `handler` answers the requests; `host` is the
+    address that it listens on."""
 
-    def __init__(self, handler: "type[ScriptedHandler[Self]]") -> None:
-        self._http = _Server(self, handler)
+    def __init__(self, handler: "type[ScriptedHandler[Self]]", host: str = "127.0.0.1") -> None:
+        self._http = _Server(self, handler, host)
         self._thread = threading.Thread(target=self._http.serve_forever, args=(0.01,))
 
     @property
+    def port(self) -> int:
+        return self._http.server_port
+
+    @property
     def address(self) -> str:
-        return f"http://127.0.0.1:{self._http.server_port}"
+        return f"http://127.0.0.1:{self.port}"
 
     def __enter__(self) -> Self:
         self._thread.start()
@@ -36,10 +41,11 @@ class ThreadedServer:
 
 class _Server(ThreadingHTTPServer):
     daemon_threads = True
+    request_queue_size = 64  # clients may connect all at once
 
-    def __init__(self, script: object, handler: type[BaseHTTPRequestHandler]) -> None:
+    def __init__(self, script: object, handler: type[BaseHTTPRequestHandler], host: str) -> None:
         self.script = script
-        super().__init__(("127.0.0.1", 0), handler)
+        super().__init__((host, 0), handler)
 
 
 class ScriptedHandler(BaseHTTPRequestHandler, Generic[Script]):

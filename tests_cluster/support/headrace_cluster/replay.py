@@ -5,19 +5,16 @@ of engines, and its signals are answers of a Prometheus that the operator reads.
 """
 
 import json
-import threading
 import time
 from collections.abc import Callable
 from dataclasses import replace
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from types import TracebackType
-from typing import Self
 from urllib.parse import parse_qs
 
 from headrace_operator.scaling import EngineSignals, QueueSignals, ScalingObservation
 from headrace_operator.signals.prometheus import queries
 from headrace_operator.simulation.engine_profile import EngineProfile
 from headrace_operator.simulation.workload import Trace
+from headrace_testing.threaded_server import ScriptedHandler, ThreadedServer
 
 
 def faster(trace: Trace, times: float) -> Trace:
@@ -59,58 +56,33 @@ class ClusterScaler:
         return count
 
 
-class SignalServer:
+class SignalServer(ThreadedServer):
     """A Prometheus that answers the operator's queries for a model with what is `shown`.
 
     `readings` are the times of the monotonic clock at which the operator read its signals.
     """
 
     def __init__(self, model: str, shown: Callable[[], ScalingObservation]) -> None:
-        names = {text: name for name, text in queries(model).items()}
-        readings: list[float] = []
-        self.readings = readings
+        super().__init__(_Answers, "0.0.0.0")
+        self.names = {text: name for name, text in queries(model).items()}
+        self.shown = shown
+        self.readings: list[float] = []
 
-        class Server(ThreadingHTTPServer):
-            request_queue_size = 2 * len(names)  # the operator asks all at once
 
-        class Handler(BaseHTTPRequestHandler):
-            def do_POST(self) -> None:
-                form = parse_qs(self.rfile.read(int(self.headers["Content-Length"])).decode())
-                name = names[form["query"][0]]
-                if name == "at":
-                    readings.append(time.monotonic())
-                value = signals(shown()).get(name)
-                found = [] if value is None else [{"value": [time.time(), str(value)]}]
-                body = json.dumps({"status": "success", "data": {"result": found}}).encode()
-                self.send_response(200)
-                self.send_header("Content-Type", "application/json")
-                self.send_header("Content-Length", str(len(body)))
-                self.end_headers()
-                self.wfile.write(body)
-
-            def log_message(self, format: str, *arguments: object) -> None:
-                """Says nothing."""
-
-        self._server = Server(("0.0.0.0", 0), Handler)
-        self._thread = threading.Thread(target=self._server.serve_forever, name="signals")
-
-    @property
-    def port(self) -> int:
-        return int(self._server.server_address[1])
-
-    def __enter__(self) -> Self:
-        self._thread.start()
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self._server.shutdown()
-        self._thread.join()
-        self._server.server_close()
+class _Answers(ScriptedHandler[SignalServer]):
+    def do_POST(self) -> None:
+        form = parse_qs(self.rfile.read(int(self.headers["Content-Length"])).decode())
+        name = self.script.names[form["query"][0]]
+        if name == "at":
+            self.script.readings.append(time.monotonic())
+        value = signals(self.script.shown()).get(name)
+        found = [] if value is None else [{"value": [time.time(), str(value)]}]
+        body = json.dumps({"status": "success", "data": {"result": found}}).encode()
+        self.send_response(200)
+        self.send_header("Content-Type", "application/json")
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
 
 
 def idle(engine: EngineProfile) -> ScalingObservation:
