@@ -14,10 +14,11 @@ import os
 import statistics
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from rich.console import Console
@@ -69,7 +70,7 @@ class Bench:
             yield emitting
         finally:
             ours.send("stop")
-            emitting.emitted = ours.recv()
+            (emitting.emitted,) = ours.recv()
             process.join()
 
     def read(
@@ -236,13 +237,21 @@ def token_of_one_letter() -> int:
     return tokenizer.encode("a", add_special_tokens=False)[-1]
 
 
-def measure(options: argparse.Namespace) -> dict[str, Figures]:
+@contextmanager
+def running_bench(
+    *, sealed: bool = False, more: Mapping[str, str] = MappingProxyType({})
+) -> Iterator[Bench]:
+    """Starts Valkey and a gateway; `more` are further settings of the gateway."""
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
         redis = stack.enter_context(valkey(folder))
-        sealing = new_keys_file(folder) if options.sealed else None
-        running = stack.enter_context(gateway(redis.url, folder, sealing))
-        bench = Bench(redis, running, token_of_one_letter(), sealing)
+        sealing = new_keys_file(folder) if sealed else None
+        running = stack.enter_context(gateway(redis.url, folder, sealing, more))
+        yield Bench(redis, running, token_of_one_letter(), sealing)
+
+
+def measure(options: argparse.Namespace) -> dict[str, Figures]:
+    with running_bench(sealed=options.sealed) as bench:
         results: dict[str, Figures] = {}
         if "streams" in options.only:
             for streams in options.streams:
@@ -258,7 +267,9 @@ def measure(options: argparse.Namespace) -> dict[str, Figures]:
             results["first token"] = first_token(bench, options.first_tokens)
             results["requests"] = requests(bench, options.requests, options.concurrency)
         if "shard" in options.only:
-            results["shard"] = shard(redis, options.shard_requests, options.processes, sealing)
+            results["shard"] = shard(
+                bench.redis, options.shard_requests, options.processes, bench.sealing_keys_file
+            )
         return results
 
 

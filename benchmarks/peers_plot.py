@@ -13,6 +13,7 @@ import matplotlib as mpl
 
 mpl.use("Agg")
 import matplotlib.pyplot as plt
+from matplotlib.figure import Figure
 from PIL import Image
 
 # Key of the report's ratios, and its label. Start-up time and memory would need another axis.
@@ -48,8 +49,13 @@ def draw(ratios: Mapping[str, float], machine: str, file: Path) -> None:
     axes.set_xlabel(f"times as fast as the peer ({machine})", fontsize=8)
     axes.tick_params(axis="x", labelsize=8)
     axes.spines[["top", "right"]].set_visible(False)
+    save(figure, file, dpi=150)
+
+
+def save(figure: Figure, file: Path, dpi: int) -> None:
+    """Writes a picture of few colours, and closes it."""
     drawn = BytesIO()
-    figure.savefig(drawn, dpi=150)
+    figure.savefig(drawn, dpi=dpi)
     plt.close(figure)
     Image.open(drawn).convert("RGB").quantize(32).save(file, optimize=True)
 

@@ -23,7 +23,7 @@ from .curve import Curve, up_to
 
 BLOCK = 16
 STEPS = 24
-PLANS = 200
+PLANS = 40
 RUNNING = 64  # sequences whose steps are planned while others wait
 PLAN_LIMIT_US = 100.0
 TOKEN = (SampledToken(7),)
@@ -128,7 +128,7 @@ def _request(number: int) -> EngineRequest:
 
 
 def _plan_us(scheduler: Scheduler) -> list[float]:
-    return [_step(scheduler) for _ in range(PLANS // 5)]
+    return [_step(scheduler) for _ in range(PLANS)]
 
 
 def _step(scheduler: Scheduler) -> float:

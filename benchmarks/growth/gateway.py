@@ -3,17 +3,15 @@
 import json
 import selectors
 import socket
-import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack
-from pathlib import Path
 from urllib.parse import urlsplit
 
 import psutil
 
-from path import PATHS, Bench, body, requests, saturated, streaming, token_of_one_letter
-from queue_path.processes import Server, gateway, valkey
+from path import PATHS, body, requests, running_bench, saturated, streaming
+from queue_path.processes import Server
 
 from .curve import Curve, up_to
 
@@ -29,7 +27,7 @@ def tokens(most: int, seconds: float) -> Iterator[Curve]:
     full = Curve("gateway, full speed", "streams", "gateway, a token", "µs")
     size = Curve("client's bytes", "streams", "received, a token", "bytes")
     for count in up_to(most, [1, 16, 256, 1024, 4096]):
-        with _bench() as bench:
+        with running_bench(more=CONNECTIONS) as bench:
             calm_cost = streaming(bench, count, min(RATE, 200.0 * count), seconds)
             full_cost = saturated(bench, "completions", count, max(40, min(2000, 40_000 // count)))
         for curve, cost in ((calm, calm_cost), (full, full_cost)):
@@ -43,29 +41,18 @@ def tokens(most: int, seconds: float) -> Iterator[Curve]:
 def answers(most: int, _seconds: float) -> Iterator[Curve]:
     """CPU of the gateway for a request with one output token, over requests at once."""
     curve = Curve("gateway, by requests at once", "requests at once", "gateway, a request", "µs")
-    with _bench() as bench:
+    with running_bench(more=CONNECTIONS) as bench:
         for count in up_to(most, [1, 8, 64, 512]):
             cost = requests(bench, max(400, 2 * count), count)
             curve.add(count, cost["gateway_us_per_request"])
     yield curve
 
 
-class _bench(ExitStack):
-    """A gateway with its queue, which may have thousands of connections."""
-
-    def __enter__(self) -> "Bench":  # type: ignore[override]
-        super().__enter__()
-        folder = Path(self.enter_context(tempfile.TemporaryDirectory()))
-        redis = self.enter_context(valkey(folder))
-        running = self.enter_context(gateway(redis.url, folder, more=CONNECTIONS))
-        return Bench(redis, running, token_of_one_letter())
-
-
 def idle(most: int, seconds: float) -> Iterator[Curve]:
     """Memory and CPU of a gateway whose streams wait for their first token."""
     memory = Curve("gateway's memory", "idle streams", "resident", "MB", MEMORY_LIMIT_MB)
     cpu = Curve("gateway, idle", "idle streams", "CPU a second", "ms")
-    with _bench() as bench, ExitStack() as stack:
+    with running_bench(more=CONNECTIONS) as bench, ExitStack() as stack:
         there = 0
         for count in up_to(most, [1, 100, 1000, 4000, 10_000]):
             for client in _open(bench.gateway, count - there):

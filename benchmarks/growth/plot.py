@@ -1,7 +1,6 @@
 """Draws curves with logarithmic axes, each with its limit and with what linear growth would be."""
 
 from collections.abc import Sequence
-from io import BytesIO
 from pathlib import Path
 
 import matplotlib as mpl
@@ -9,7 +8,8 @@ import matplotlib as mpl
 mpl.use("Agg")
 import matplotlib.pyplot as plt
 from matplotlib.ticker import NullFormatter
-from PIL import Image
+
+from peers_plot import save
 
 from .curve import Curve
 
@@ -45,7 +45,4 @@ def draw(curves: Sequence[Curve], file: Path) -> None:
         axes.yaxis.set_minor_formatter(NullFormatter())
         axes.grid(alpha=0.2)
         axes.spines[["top", "right"]].set_visible(False)
-    drawn = BytesIO()
-    figure.savefig(drawn, dpi=110)
-    plt.close(figure)
-    Image.open(drawn).convert("RGB").quantize(32).save(file, optimize=True)
+    save(figure, file, dpi=110)

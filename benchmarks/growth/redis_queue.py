@@ -7,8 +7,6 @@ import statistics
 import tempfile
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
-from multiprocessing.connection import Connection as Pipe
 from pathlib import Path
 
 import redis as redis_client
@@ -20,7 +18,7 @@ from headrace_common.protocol.redis.engine import RedisEngineQueue
 from headrace_common.protocol.redis.gateway import RedisGatewayQueue
 from headrace_common.wire.keys import new_incarnation
 from path import body, token_of_one_letter
-from queue_path.emitter import Emission, Emitted, Emitter
+from queue_path.emitter import Emission, Emitted, emit
 from queue_path.processes import MODEL, Server, gateway, valkey
 from queue_path.protocol_load import Load, carry_out, new_request
 from queue_path.streams import read_streams
@@ -86,14 +84,6 @@ def used_memory(redis: Server) -> int:
         return int(client.info("memory")["used_memory"])
 
 
-@dataclass(frozen=True, slots=True)
-class Engines:
-    """`count` engines of one process, each with one request at a time."""
-
-    emission: Emission
-    count: int
-
-
 def engines(most: int, seconds: float) -> Iterator[Curve]:
     """The hop of tokens and the cost of Redis, over engines that only emit."""
     hop = Curve("hop, by engines", "engines", "p99 of a token's hop", "ms", HOP_LIMIT_MS)
@@ -134,8 +124,8 @@ def _emitting(
     processes = min(ENGINE_PROCESSES, count)
     for number in range(processes):
         ours, theirs = context.Pipe()
-        own = Engines(emission, count // processes + (number < count % processes))
-        context.Process(target=_emit, args=(own, theirs), daemon=True).start()
+        own = count // processes + (number < count % processes)
+        context.Process(target=emit, args=(emission, theirs, own), daemon=True).start()
         theirs.close()
         pipes.append(ours)
     for pipe in pipes:
@@ -164,25 +154,6 @@ def _emitting(
             for index in range(tokens * 2 // 3, tokens)
         ]
     return 1e-6 * statistics.quantiles(hops, n=100)[98], 1e3 * used, kept / 1e6
-
-
-def _emit(engines: Engines, pipe: Pipe) -> None:
-    uvloop.run(_serve(engines, pipe))
-
-
-async def _serve(engines: Engines, pipe: Pipe) -> None:
-    emitters = [Emitter(engines.emission) for _ in range(engines.count)]
-    running = [asyncio.create_task(emitter.run()) for emitter in emitters]
-    stopped = asyncio.create_task(asyncio.to_thread(pipe.recv))
-    await asyncio.gather(*(emitter.started.wait() for emitter in emitters))
-    pipe.send("ready")
-    done, _ = await asyncio.wait({stopped, *running}, return_when=asyncio.FIRST_COMPLETED)
-    for task in done - {stopped}:
-        task.result()
-    for task in running:
-        task.cancel()
-    await asyncio.gather(*running, return_exceptions=True)
-    pipe.send([emitter.emitted() for emitter in emitters])
 
 
 def shards(most: int, seconds: float) -> Iterator[Curve]:

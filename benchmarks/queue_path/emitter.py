@@ -61,15 +61,15 @@ class Emitter:
         self._steps: list[int] = []
         self._first: dict[str, int] = {}
         self._endings: set[asyncio.Task[bool]] = set()
-        self.started = asyncio.Event()
 
     def emitted(self) -> Emitted:
         return Emitted(self._steps, self._first)
 
-    async def run(self) -> None:
+    async def start(self) -> None:
         await self._queue.start()
         await self._beat()
-        self.started.set()
+
+    async def run(self) -> None:
         async with asyncio.TaskGroup() as group:
             group.create_task(self._intake())
             group.create_task(self._emit())
@@ -171,21 +171,23 @@ class Emitter:
         )
 
 
-def emit(emission: Emission, pipe: Pipe) -> None:
-    """Runs in the process: serves until anything arrives in the pipe, then reports what it
-    emitted."""
-    uvloop.run(_serve(emission, pipe))
+def emit(emission: Emission, pipe: Pipe, engines: int = 1) -> None:
+    """Runs in the process: as many engines serve until anything arrives in the pipe, then it
+    reports what each emitted."""
+    uvloop.run(_serve(emission, pipe, engines))
 
 
-async def _serve(emission: Emission, pipe: Pipe) -> None:
-    emitter = Emitter(emission)
-    running = asyncio.create_task(emitter.run())
+async def _serve(emission: Emission, pipe: Pipe, engines: int) -> None:
+    emitters = [Emitter(emission) for _ in range(engines)]
+    await asyncio.gather(*(emitter.start() for emitter in emitters))
+    running = [asyncio.create_task(emitter.run()) for emitter in emitters]
     stopped = asyncio.create_task(asyncio.to_thread(pipe.recv))
     pipe.send("ready")
-    await asyncio.wait({running, stopped}, return_when=asyncio.FIRST_COMPLETED)
-    if running.done():
-        running.result()
-    running.cancel()
-    await asyncio.gather(running, return_exceptions=True)
-    await emitter.leave()
-    pipe.send(emitter.emitted())
+    done, _ = await asyncio.wait({stopped, *running}, return_when=asyncio.FIRST_COMPLETED)
+    for task in done:
+        task.result()
+    for task in running:
+        task.cancel()
+    await asyncio.gather(*running, return_exceptions=True)
+    await asyncio.gather(*(emitter.leave() for emitter in emitters))
+    pipe.send([emitter.emitted() for emitter in emitters])
