@@ -12,7 +12,7 @@ KEY = ("default", "qwen")
 
 
 class JumpingLoop(asyncio.SelectorEventLoop):
-    """Where other loops wait, its clock jumps."""
+    """An event loop that does not wait: its clock jumps to the next timer."""
 
     def __init__(self) -> None:
         loop = self

@@ -82,8 +82,8 @@ class FeedForwardSum:
 
 @dataclass(frozen=True, slots=True)
 class FeedForwardLayer:
-    """A gated MLP or a mixture of experts, of decoder layer `layer`: the one whose adapters change
-    its experts; None: none does."""
+    """A gated MLP or a mixture of experts. Adapters of decoder layer `layer` change its experts;
+    without a layer none does."""
 
     feed_forward: FeedForward
     layer: int | None = None
