@@ -134,8 +134,10 @@ class Watchdog:
             await asyncio.sleep(self._config.silence / 4)
             try:
                 for generation in list(self._active.values()):
-                    with isolated(generation):
-                        await self._check(generation, self._now())
+                    watch, now = self._watches.get(generation.request_id), self._now()
+                    if watch is not None and self._is_due(generation, watch, now):
+                        with isolated(generation):
+                            await self._recheck(generation, watch, now)
             except BackendUnavailable as error:
                 self.unavailable_at = self._now()
                 logger.warning(
@@ -145,23 +147,20 @@ class Watchdog:
             horizon = self._now() - 100 * self._config.silence
             self.heard = {k: at for k, at in self.heard.items() if at > horizon}
 
-    async def _check(self, generation: Generation, now: float) -> None:
-        watch = self._watches.get(generation.request_id)
-        if watch is None:
-            return
+    def _is_due(self, generation: Generation, watch: _Watch, now: float) -> bool:
+        """Whether to ask the queue about a request. It is no coroutine: most requests are not due,
+        and there may be thousands."""
         owner = generation.arbiter.owner or watch.silent_owner
         if generation.holder is not None:
             owner = None  # its holder watches the engine
-        if owner in (None, watch.released):
-            silent = False
-        else:
-            silent = self._is_silent(owner[0], generation, watch)
-        if silent or watch.lost:
-            await self._recheck(generation, watch, now)
-        elif now - generation.heard_at < self._config.recheck:
+        if watch.lost:
+            return True
+        if owner not in (None, watch.released) and self._is_silent(owner[0], generation, watch):
+            return True
+        if now - generation.heard_at < self._config.recheck:
             watch.due, watch.pause = now + self._config.recheck, self._config.recheck
-        elif now >= watch.due:
-            await self._recheck(generation, watch, now)
+            return False
+        return now >= watch.due
 
     def _is_silent(self, engine_id: str, generation: Generation, watch: _Watch) -> bool:
         """Whether an engine that could have sent something did not."""
