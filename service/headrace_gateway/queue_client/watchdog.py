@@ -7,7 +7,7 @@ ADMIT.
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Iterator, Mapping
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -17,6 +17,8 @@ from headrace_common.protocol.base import AdmitResult, AdmitState, GatewayQueue,
 from .generation import Generation
 
 logger = logging.getLogger(__name__)
+
+AT_ONCE = 32  # requests about which the queue is asked together
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -133,11 +135,7 @@ class Watchdog:
         while self._active:
             await asyncio.sleep(self._config.silence / 4)
             try:
-                for generation in list(self._active.values()):
-                    watch, now = self._watches.get(generation.request_id), self._now()
-                    if watch is not None and self._is_due(generation, watch, now):
-                        with isolated(generation):
-                            await self._recheck(generation, watch, now)
+                await self._ask(self._due())
             except BackendUnavailable as error:
                 self.unavailable_at = self._now()
                 logger.warning(
@@ -146,6 +144,24 @@ class Watchdog:
                 )
             horizon = self._now() - 100 * self._config.silence
             self.heard = {k: at for k, at in self.heard.items() if at > horizon}
+
+    def _due(self) -> list[tuple[Generation, _Watch]]:
+        watched = ((generation, self._watches.get(rid)) for rid, generation in self._active.items())
+        now = self._now()
+        return [
+            (generation, watch)
+            for generation, watch in watched
+            if watch is not None and self._is_due(generation, watch, now)
+        ]
+
+    async def _ask(self, due: Sequence[tuple[Generation, _Watch]]) -> None:
+        """Asks about requests, several at once, so that they share packets. Raises
+        BackendUnavailable after those that were asked with the one that failed."""
+        for first in range(0, len(due), AT_ONCE):
+            asked = (self._recheck(*each) for each in due[first : first + AT_ONCE])
+            for result in await asyncio.gather(*asked, return_exceptions=True):
+                if isinstance(result, BaseException):
+                    raise result
 
     def _is_due(self, generation: Generation, watch: _Watch, now: float) -> bool:
         """Whether to ask the queue about a request. It is no coroutine: most requests are not due,
@@ -168,7 +184,12 @@ class Watchdog:
         since = max(heard, generation.heard_at, watch.silent_since, self.unavailable_at)
         return self._now() - since > self._config.silence
 
-    async def _recheck(self, generation: Generation, watch: _Watch, now: float) -> None:
+    async def _recheck(self, generation: Generation, watch: _Watch) -> None:
+        if not generation.ended:
+            with isolated(generation):
+                await self._admit_again(generation, watch, self._now())
+
+    async def _admit_again(self, generation: Generation, watch: _Watch, now: float) -> None:
         """Admits a request again; takes it from its engine if that was silent before and still
         is."""
         watch.due = now + watch.pause
