@@ -12,7 +12,6 @@ from queue_path.processes import valkey
 
 from .curve import Curve, up_to
 
-HOP_LIMIT_MS = 10.0
 ENGINES, GATEWAYS = 32, 8
 STEPS = 30.0  # a second, of each engine
 STEPS_BY_LOAD = (0.25, 1.0, 4.0, 15.0, 30.0, 60.0, 0.0)  # 0: as many as they can
@@ -23,7 +22,7 @@ def frames(most: int, seconds: float) -> Iterator[Curve]:
     carries."""
     cpu = Curve("Redis, by frames", "frames a second", "Redis, a second", "ms")
     reads = Curve("frames of a reply", "frames a second", "frames of a reply", "frames")
-    hop = Curve("hop, by frames", "frames a second", "median of a frame's hop", "ms", HOP_LIMIT_MS)
+    hop = Curve("hop, by frames", "frames a second", "median of a frame's hop", "ms")
     engines = min(ENGINES, most)
     flows = [
         _flow(Traffic(engines=engines, gateways=GATEWAYS, steps=steps), seconds)
