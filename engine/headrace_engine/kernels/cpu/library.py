@@ -13,7 +13,7 @@ import torch
 
 from .build import library_path, runnable_sets
 
-INTERFACE = 14
+INTERFACE = 15
 FORCE_ISA = "HEADRACE_CPU_ISA"
 DTYPES = (torch.float32, torch.bfloat16)
 
