@@ -368,17 +368,17 @@ class Step {
   Scratch scratch_;
 };
 
-template <class Math>
-bool run_linear(Pool& pool, Memory& memory, const headrace_linear& linear, float* output,
-                const void* rows, int64_t count) {
+template <class Math, class Output>
+bool run_linear(Pool& pool, Memory& memory, const headrace_linear& linear, void* output,
+                int64_t stride, const void* rows, int64_t count) {
   if (!memory.reserve(Scratch::bytes(pool.threads(), count, linear.inputs))) return false;
   Scratch scratch;
   scratch.take(memory, pool.threads(), count, linear.inputs);
   const auto* data = static_cast<const typename Math::Element*>(rows);
-  const int64_t stride = padded(linear.outputs);
+  auto* to = static_cast<Output*>(output);
   apply_linear<Math>(pool, linear, nullptr, Rows<typename Math::Element>{data, linear.inputs, count},
                      scratch, [&](int64_t row, int64_t panel, const Sums& sums) {
-                       store_panel(output + row * stride, panel, sums);
+                       store_outputs(to + row * stride, panel, stride, sums);
                      });
   return true;
 }
@@ -411,10 +411,12 @@ int headrace_forward(headrace_executor* executor, const headrace_decoder* decode
 }
 
 int headrace_linear_forward(headrace_executor* executor, const headrace_linear* linear,
-                            float* output, const void* rows, int64_t count, int64_t is_bfloat16) {
+                            void* output, int64_t stride, const void* rows, int64_t count,
+                            int64_t is_bfloat16, int64_t rounded) {
   using namespace headrace;
-  auto* chosen = is_bfloat16 ? &run_linear<BFloat16> : &run_linear<Float32>;
-  return chosen(executor->pool, executor->memory, *linear, output, rows, count) ? 0 : 1;
+  auto* chosen = &run_linear<Float32, float>;
+  if (is_bfloat16) chosen = rounded ? &run_linear<BFloat16, bfloat16> : &run_linear<BFloat16, float>;
+  return chosen(executor->pool, executor->memory, *linear, output, stride, rows, count) ? 0 : 1;
 }
 
 int64_t headrace_panel() { return headrace::kPanel; }

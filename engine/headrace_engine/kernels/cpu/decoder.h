@@ -171,11 +171,13 @@ HEADRACE_EXPORT void headrace_executor_destroy(headrace_executor* executor);
 HEADRACE_EXPORT int headrace_forward(headrace_executor* executor, const headrace_decoder* decoder,
                                      const headrace_step* step);
 
-// Computes one layer alone: output [count, outputs padded] in float32 of dense rows [count,
-// inputs]. Returns 0, or 1 if memory ran out.
+// Computes one layer alone: output [count, stride] of dense rows [count, inputs], in float32, or if
+// `rounded` in the rows' type. The stride is a multiple of 16 that covers the outputs and not more
+// than their panels. Returns 0, or 1 if memory ran out.
 HEADRACE_EXPORT int headrace_linear_forward(headrace_executor* executor,
-                                            const headrace_linear* linear, float* output,
-                                            const void* rows, int64_t count, int64_t is_bfloat16);
+                                            const headrace_linear* linear, void* output,
+                                            int64_t stride, const void* rows, int64_t count,
+                                            int64_t is_bfloat16, int64_t rounded);
 
 // Computes the experts of one layer: output [rows, hidden] of x [rows, hidden], both dense, and of
 // each row's experts and their weights, [rows, per_token]. Experts from `count` on add nothing.

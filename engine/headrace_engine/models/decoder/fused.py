@@ -14,6 +14,7 @@ from ...attention.cpu import STORAGES, CpuBackend, LayerBatches, describe
 from ...checkpoints.config import ModelConfig
 from ...core.attention_backend import AttentionBackend, LayerCache
 from ...kernels.cpu import structs
+from ...kernels.cpu.executor import LANES
 from ...lora.shapes import LayerShapes, lora_shapes
 from ...operators.cpu import NativeOps
 from ..base import ForwardBatch, kv_shapes
@@ -23,9 +24,6 @@ from .decoder_tensors import expected_tensors, ignored_tensors
 from .fused_layers import layered_weights
 from .fused_weights import FusedWeights
 from .positions import PositionTables
-
-# Rows of the kernels must be a multiple of this: the widest vector.
-LANES = 16
 
 
 class FusedDecoder:
