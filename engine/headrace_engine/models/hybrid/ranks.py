@@ -25,6 +25,7 @@ from ..parallel import EXPERT, Shard, Stored, cut_columns
 from ..rotary.rotary import RotaryTable
 from .adapters import AdaptedLayers
 from .decoder import HybridDecoder, HybridWeights
+from .mtp import HybridMTPHead, HybridMTPWeights
 
 _STACKS: Mapping[type, Callable[[Any], Any]] = {
     QuantizedWeight: stack_integers,
@@ -168,6 +169,31 @@ class ParallelHybridDecoder(HybridDecoder):
         head = GatheredHead(weights.lm_head, vocabulary, shard)
         super().__init__(replace(weights, lm_head=head), ops, rotary, adapters)
         self.vocab_size, self._shard = vocabulary, shard
+        self._first, _ = shard.share(vocabulary)
+
+    def _lookup(self, ids: torch.Tensor) -> torch.Tensor:
+        return look_up(ids, self._weights.embedding, self._first, self._shard.collectives)
+
+    def _join(self, added: torch.Tensor) -> torch.Tensor:
+        return summed(added.contiguous(), self._shard.collectives)
+
+
+class ParallelHybridMTPHead(HybridMTPHead):
+    """One rank's part of an MTP layer. `weights` are this rank's; `vocabulary` is the number of
+    rows of the whole embedding. Logits are complete on rank 0 and undefined on other ranks."""
+
+    def __init__(
+        self,
+        weights: HybridMTPWeights,
+        ops: Ops,
+        rotary: RotaryTable,
+        *,
+        shard: Shard,
+        vocabulary: int,
+    ) -> None:
+        head = GatheredHead(weights.lm_head, vocabulary, shard)
+        super().__init__(replace(weights, lm_head=head), ops, rotary)
+        self._shard = shard
         self._first, _ = shard.share(vocabulary)
 
     def _lookup(self, ids: torch.Tensor) -> torch.Tensor:
