@@ -95,18 +95,20 @@ def check_divisible(config: ModelConfig, size: int, expert_parallel: bool = Fals
             inner |= expert_sizes(config.experts)
     kv_heads = {config.kv_heads(layer) for layer in range(config.num_layers)}
     counts = {"num_attention_heads": config.num_heads}
-    check_counts(size, counts, inner, kv_heads, config.vocab_size)
+    shared = [("num_key_value_heads", count) for count in kv_heads]
+    check_counts(size, counts, inner, shared, config.vocab_size)
 
 
 def check_counts(
     size: int,
     counts: Mapping[str, int],
     inner: Mapping[str, int],
-    kv_heads: Collection[int],
+    shared: Collection[tuple[str, int]],
     vocabulary: int,
 ) -> None:
     """Raises ConfigError if `size` ranks cannot divide these numbers, which config.json names,
-    inner sizes of MLPs, numbers of KV heads, and the vocabulary."""
+    inner sizes of MLPs, numbers of heads of which several ranks may have the same one (`shared`),
+    and the vocabulary."""
     uncut = {name: count for name, count in inner.items() if _inner_group(count, size) == 1}
     for name, count in {**counts, **uncut}.items():
         if count % size:
@@ -114,11 +116,11 @@ def check_counts(
                 f"tensor_parallel_size {size} does not divide {name} ({count}) of this model: "
                 "use a divisor"
             )
-    for heads in kv_heads:
+    for name, heads in shared:
         if heads % size and size % heads:
             raise ConfigError(
-                f"tensor_parallel_size {size} neither divides num_key_value_heads ({heads}) of "
-                "this model nor is a multiple of it: use a divisor or a multiple"
+                f"tensor_parallel_size {size} neither divides {name} ({heads}) of this model nor "
+                "is a multiple of it: use a divisor or a multiple"
             )
     if vocabulary < size:
         raise ConfigError(

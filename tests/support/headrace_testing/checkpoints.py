@@ -938,7 +938,7 @@ HYBRID_SHAPES: dict[str, Shape] = {
             "attention_bias": True,
             "mlp_bias": True,
             "mamba_n_heads": 8,
-            "mamba_n_groups": 2,
+            "mamba_n_groups": 1,
             "mamba_d_state": 16,
             "mamba_chunk_size": 16,
         },
@@ -963,6 +963,7 @@ HYBRID_SHAPES: dict[str, Shape] = {
         {
             **_FALCON,
             "num_hidden_layers": 2,
+            "mamba_n_groups": 1,
             "mamba_rms_norm": True,
             "mamba_norm_before_gate": False,
             "projectors_bias": True,

@@ -79,6 +79,8 @@ def check(folder: Path, paths: list[GreedyPath], size: int, **options: Any) -> N
         ("olmoe", 4),
         ("ernie4_5-moe", 4),
         ("hunyuan-moe", 2),
+        ("granite-hybrid", 4),
+        ("jamba", 2),
         ("kimi-linear", 2),
         ("lfm2-moe", 4),
         ("nemotron-h-latent", 2),

@@ -53,7 +53,6 @@ class KimiLinear(Family):
     """The shape of one checkpoint. Raises ConfigError for fields that are not supported."""
 
     architecture = Architecture(rms_norm_eps=1e-5, max_position_embeddings=1_048_576)
-    divisible = True
     experts: ExpertsConfig
     # The name of MLPs in published checkpoints; transformers may save another one.
     _mlp_name = "mlp"

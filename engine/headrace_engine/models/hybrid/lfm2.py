@@ -29,7 +29,6 @@ class Lfm2(Family):
     """The shape of one checkpoint. Raises ConfigError for fields that are not supported."""
 
     architecture = LFM2
-    divisible = True
 
     def __init__(self, fields: Fields) -> None:
         super().__init__(fields)

@@ -41,7 +41,6 @@ class Qwen3Next(Family):
 
     architecture = Architecture(rms_norm_eps=1e-6, partial_rotary=0.25)
     has_head = True
-    divisible = True
 
     def __init__(self, fields: Fields) -> None:
         super().__init__(fields)

@@ -14,6 +14,7 @@ from ...checkpoints.config import ExpertsConfig
 from ...checkpoints.tensor_files import WHOLE, Portion, Shape
 from ...layers.float8_weight import Float8Weight
 from ...layers.float8_weight import stack as stack_float8
+from ...layers.layers import Linear
 from ...layers.mxfp4_weight import MXFP4Weight
 from ...layers.mxfp4_weight import stack as stack_mxfp4
 from ...layers.quantized_weight import QuantizedWeight
@@ -35,18 +36,26 @@ _STACKS: Mapping[type, Callable[[Any], Any]] = {
 
 
 @dataclass(frozen=True, slots=True)
+class SharedHeads:
+    """A segment of `count` heads of `width` elements each. If there are more ranks than heads,
+    several ranks have the same head."""
+
+    count: int
+    width: int
+
+
+@dataclass(frozen=True, slots=True)
 class Division:
     """How ranks divide one dimension of a tensor.
 
-    It consists of segments of these `lengths`, of which each rank has its share. `inner` sizes of
-    MLPs are cut between groups of 32. Of `heads`, of which `lengths` are the numbers, several ranks
-    may have the same one. Of `experts`, of which `lengths` is the number, each rank has whole ones.
-    With "once" the first rank has the tensor, and the others have zeros.
+    It consists of `segments`, given by their lengths, of which each rank has its share. `inner`
+    sizes of MLPs are cut between groups of 32. Of `experts`, of which the segment is the number,
+    each rank has whole ones. With "once" the first rank has the tensor, and the others have zeros.
     """
 
     dimension: int
-    lengths: tuple[int, ...]
-    kind: Literal["even", "inner", "heads", "experts", "once"] = "even"
+    segments: tuple[int | SharedHeads, ...]
+    kind: Literal["even", "inner", "experts", "once"] = "even"
 
 
 class Divisible(Protocol):
@@ -74,10 +83,10 @@ class HybridCuts:
         return own is None or found is None or int(found[1]) in own
 
     def portion(self, name: str, whole: Shape) -> Portion:
-        found, own = self._division(name, whole), self.own_experts
-        if own is None or found is None or found.kind != "experts":
+        experts, own = self._family.experts, self.own_experts
+        if own is None or experts is None or not name.endswith(self._family.stacked_experts):
             return WHOLE
-        return Portion(own.start, own.stop, *found.lengths)
+        return Portion(own.start, own.stop, experts.count)
 
     def shape(self, name: str, whole: Shape) -> Shape:
         found = self._division(name, whole)
@@ -98,6 +107,9 @@ class HybridCuts:
         return parts[0] if len(parts) == 1 else torch.cat(parts, dim=at)
 
     def quantized(self, name: str, whole: Stored) -> Stored:
+        experts = self._family.experts
+        if experts is not None and name.endswith(self._family.stacked_experts):
+            return self._quantized_experts(name, whole, experts.count)
         found = self._division(name, whole.shape)
         if found is None:
             return whole
@@ -106,6 +118,22 @@ class HybridCuts:
             return _stacked([whole.rows(start, stop) for start, stop in runs])
         ((start, stop),) = runs
         return cut_columns(name, whole, start, stop, self._shard.size)
+
+    def _quantized_experts(self, name: str, whole: Stored, count: int) -> Stored:
+        """This rank's part of the matrices of all experts, whose outputs follow each other."""
+        rows, inputs = whole.shape[0] // count, whole.shape[1]
+        found = self._division(name, (count, rows, inputs))
+        assert found is not None, "experts are divided"
+        runs = self._local(found, (count, rows, inputs)[found.dimension]).runs
+        if found.dimension == 2:
+            ((start, stop),) = runs
+            return cut_columns(name, whole, start, stop, self._shard.size)
+        if found.dimension == 0:
+            return _stacked([whole.rows(start * rows, stop * rows) for start, stop in runs])
+        begins = range(0, count * rows, rows)
+        return _stacked(
+            [whole.rows(at + start, at + stop) for at in begins for start, stop in runs]
+        )
 
     def local(self, name: str, whole: Shape, dimension: int) -> LocalPart:
         """This rank's part of a dimension of a tensor."""
@@ -126,18 +154,16 @@ class HybridCuts:
 
     def _local(self, division: Division, total: int) -> LocalPart:
         runs, begin, shard = [], 0, self._shard
-        for length in division.lengths:
-            if division.kind == "experts":
-                width, (start, stop) = total // length, shard.experts(length)
-                runs.append((start * width, stop * width))
-                continue
-            if division.kind == "heads":
-                width, count = total // length, max(1, length // shard.size)
-                start = shard.rank * length // shard.size
-                runs.append((start * width, (start + count) * width))
-                continue
-            share = shard.inner if division.kind == "inner" else shard.share
-            start, stop = share(length)
+        shares = {"inner": shard.inner, "experts": shard.experts}
+        share = shares.get(division.kind, shard.share)
+        for segment in division.segments:
+            if isinstance(segment, SharedHeads):
+                length, width = segment.count * segment.width, segment.width
+                first = shard.rank * segment.count // shard.size
+                start, stop = first * width, (first + max(1, segment.count // shard.size)) * width
+            else:
+                length = segment
+                start, stop = share(length)
             runs.append((begin + start, begin + stop))
             begin += length
         return LocalPart(total, tuple(runs))
@@ -150,6 +176,17 @@ def _stacked(parts: Sequence[Stored]) -> Stored:
     found: Stored | None = _STACKS[type(parts[0])](parts)
     assert found is not None, "rows of one matrix have one format"
     return found
+
+
+@dataclass(frozen=True, slots=True)
+class SummedLinear:
+    """A linear layer whose inputs are divided among the ranks."""
+
+    own: Linear
+    shard: Shard
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        return summed(self.own(x), self.shard.collectives)
 
 
 class ParallelHybridDecoder(HybridDecoder):
