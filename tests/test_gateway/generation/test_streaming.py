@@ -1,9 +1,11 @@
 """Streams as bytes: the format on which clients and proxies rely."""
 
 import asyncio
+import gc
 import json
 import socket
 from collections.abc import AsyncIterator, Sequence
+from contextlib import AsyncExitStack
 from pathlib import Path
 
 import pytest
@@ -121,6 +123,37 @@ async def test_max_tokens_ends_with_length(gateway: Gateway) -> None:
 
     assert answer["choices"][0]["finish_reason"] == "length"
     assert answer["usage"]["completion_tokens"] == 3
+
+
+async def test_positions_of_all_silent_streams_are_read_together(checkpoint: Path) -> None:
+    async with serve(checkpoint, keep_alive_interval=0.1) as gateway:
+        gateway.engine.gate.clear()
+        gateway.engine.waiting_at = QueuePosition(position=3, eta=None)
+        answers = asyncio.gather(*(gateway.chat(stream=True) for _ in range(3)))
+
+        async def all_read() -> bool:
+            return 3 in map(len, gateway.engine.positions_read)
+
+        await eventually(all_read)
+        gateway.engine.gate.set()
+
+        assert all(": queued position=3\n\n" in answer.text for answer in await answers)
+
+
+async def test_a_waiting_stream_keeps_nothing_of_the_framework(gateway: Gateway) -> None:
+    def frameworks() -> int:
+        return sum(isinstance(each, AsyncExitStack) for each in gc.get_objects())
+
+    before = frameworks()
+    gateway.engine.gate.clear()
+    answer = asyncio.create_task(gateway.chat(stream=True))
+
+    async def waits_alone() -> bool:
+        return bool(gateway.engine.submitted) and frameworks() == before
+
+    await eventually(waits_alone)
+    gateway.engine.gate.set()
+    assert (await answer).status_code == 200
 
 
 async def test_comments_keep_a_silent_stream_alive(checkpoint: Path) -> None:

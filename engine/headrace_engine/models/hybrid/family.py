@@ -24,7 +24,14 @@ from ...layers.layers import Linear
 from ...operators.base import HeadShape, Ops, QKNorm, TorchOps
 from ..base import KVShape
 from ..context import pick_context
-from ..parallel import Shard, check_counts
+from ..parallel import (
+    Shard,
+    check_counts,
+    expert_sizes,
+    experts_to_spread,
+    shard_experts,
+    shared_counts,
+)
 from ..rotary.rotary import RotaryTable
 from .decoder import HybridWeights, ResidualPart
 from .layers import AttentionLayer
@@ -68,6 +75,12 @@ class Family(ABC):
     embedding: ClassVar[str] = "embed_tokens"
     # Whether several ranks may share the decoder.
     divisible: ClassVar[bool] = False
+    # How names of tensors with all experts of a mixture end.
+    stacked_experts: ClassVar[tuple[str, ...]] = (
+        *(".experts.gate_up_proj", ".experts.up_proj", ".experts.down_proj"),
+    )
+    # The mixture; None: there is none.
+    experts: ExpertsConfig | None = None
     heads: int
     kv_heads: int
     head_dim: int
@@ -129,19 +142,19 @@ class Family(ABC):
                 f"{self.fields.path}: tensor_parallel_size {size} does not support the recurrent "
                 f"layers of this model: use tensor_parallel_size 1"
             )
+        inner, experts = self.inner_sizes(), self.experts
         if expert_parallel:
-            raise ConfigError(
-                f"{self.fields.path}: enable_expert_parallel does not support models with "
-                "recurrent layers: switch it off, and each rank has a part of every expert"
-            )
-        check_counts(size, self.counts(), self.inner_sizes(), {self.kv_heads}, self.vocab)
+            inner |= shared_counts(experts_to_spread(experts, size))
+        elif experts is not None:
+            inner |= expert_sizes(experts)
+        check_counts(size, self.counts(), inner, {self.kv_heads}, self.vocab)
 
     def counts(self) -> dict[str, int]:
         """What ranks divide equally, by its name in config.json."""
         return {"num_attention_heads": self.heads}
 
     def inner_sizes(self) -> dict[str, int]:
-        """The inner sizes of MLPs and experts, by their names in config.json."""
+        """The inner sizes of dense MLPs, by their names in config.json."""
         return {}
 
     def divided(self, shard: Shard) -> Self:
@@ -149,6 +162,7 @@ class Family(ABC):
         part = copy(self)
         part.heads = self.heads // shard.size
         part.kv_heads = max(1, self.kv_heads // shard.size)
+        part.experts = None if self.experts is None else shard_experts(self.experts, shard)
         return part
 
     def division(self, name: str, whole: Shape) -> Division | None:
@@ -274,10 +288,10 @@ class Family(ABC):
         names: MatrixNames = MatrixNames(),
     ) -> list[GatedMLP]:
         """The MLPs of a mixture, whose matrices' names begin with `prefix` and their number."""
-        count, inner = experts.count, experts.intermediate_size
+        inner = experts.intermediate_size
         gates = {names.gate: inner, names.up: inner}
-        gate_ups = tensors.experts(prefix, count, "gate_up_proj", gates, self.hidden)
-        downs = tensors.experts(prefix, count, "down_proj", {names.down: self.hidden}, inner)
+        gate_ups = tensors.experts(prefix, experts, "gate_up_proj", gates, self.hidden)
+        downs = tensors.experts(prefix, experts, "down_proj", {names.down: self.hidden}, inner)
         both = zip(gate_ups, downs, strict=True)
         return [GatedMLP(gate_up, down, parts.ops.silu_mul) for gate_up, down in both]
 
@@ -300,7 +314,7 @@ class Family(ABC):
                 ("gate_up_proj", "down_proj"),
                 ((names.gate, names.up), (names.down,)),
             )
-            weights = tensors.grouped(prefix, experts.count, stacked, matrices)
+            weights = tensors.grouped(prefix, experts, stacked, matrices)
             if weights is not None:
                 own = MixtureParts(router, weights, shared, experts, correction=correction)
                 return parts.ops.mixture(own)

@@ -96,10 +96,8 @@ class GraniteHybrid(Family):
         if experts is not None:
             moe, inner = f"{prefix}block_sparse_moe.", experts.intermediate_size
             router = tensors.linear({f"{moe}router.layer": experts.count}, hidden, exact=True)
-            gate_ups = tensors.stacked(
-                f"{moe}input_linear.weight", experts.count, 2 * inner, hidden
-            )
-            downs = tensors.stacked(f"{moe}output_linear.weight", experts.count, hidden, inner)
+            gate_ups = tensors.stacked(f"{moe}input_linear.weight", experts, 2 * inner, hidden)
+            downs = tensors.stacked(f"{moe}output_linear.weight", experts, hidden, inner)
             mlps = [GatedMLP(*both, activation) for both in zip(gate_ups, downs, strict=True)]
             mixture = SparseMoe(router, mlps, None, experts)
         shared = f"{prefix}shared_mlp."

@@ -16,6 +16,7 @@ class Jamba(Family):
     """The shape of one checkpoint. Raises ConfigError for fields that are not supported."""
 
     architecture = Architecture(max_position_embeddings=262144)
+    experts: ExpertsConfig
 
     def __init__(self, fields: Fields) -> None:
         super().__init__(fields)

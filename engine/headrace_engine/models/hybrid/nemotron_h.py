@@ -15,7 +15,7 @@ from ...layers.layers import Linear
 from ...lora.batch import LayerLoRA
 from ...operators.base import squared_relu
 from ...operators.recurrent import Mamba2Shape
-from ..parallel import Shard, expert_sizes, shard_experts
+from ..parallel import Shard
 from .decoder import HybridWeights, ResidualPart
 from .family import Family, Parts, layer_types
 from .layers import FeedForwardLayer, FeedForwardSum, HybridLayer
@@ -102,13 +102,11 @@ class NemotronH(Family):
         return {**super().counts(), **mamba}
 
     def inner_sizes(self) -> dict[str, int]:
-        sizes = {"intermediate_size": self.inner} if "mlp" in self.types else {}
-        return sizes | ({} if self.experts is None else expert_sizes(self.experts))
+        return {"intermediate_size": self.inner} if "mlp" in self.types else {}
 
     def divided(self, shard: Shard) -> Self:
         part = super().divided(shard)
         part.mamba = divided_shape(self.mamba, shard.size)
-        part.experts = None if self.experts is None else shard_experts(self.experts, shard)
         return part
 
     def division(self, name: str, whole: Shape) -> Division | None:
@@ -159,8 +157,8 @@ class NemotronH(Family):
         latent = self.fields.optional_integer("moe_latent_size", None)
         width, inner = latent or hidden, experts.intermediate_size
         below = f"{prefix}experts."
-        ups = tensors.experts(below, experts.count, "up_proj", {"up_proj": inner}, width)
-        downs = tensors.experts(below, experts.count, "down_proj", {"down_proj": width}, inner)
+        ups = tensors.experts(below, experts, "up_proj", {"up_proj": inner}, width)
+        downs = tensors.experts(below, experts, "down_proj", {"down_proj": width}, inner)
         mlps = [GatedMLP(*both, squared_relu) for both in zip(ups, downs, strict=True)]
         sparse = SparseMoe(router, mlps, None, experts, correction)
         mixture: FeedForward = sparse

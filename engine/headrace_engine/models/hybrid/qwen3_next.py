@@ -19,7 +19,7 @@ from ...operators.recurrent import (
     conv_state,
     recurrences_of,
 )
-from ..parallel import Shard, expert_sizes, shard_experts
+from ..parallel import Shard
 from .decoder import HybridWeights, ResidualPart
 from .family import Family, Parts, layer_types
 from .layers import (
@@ -94,13 +94,11 @@ class Qwen3Next(Family):
 
     def inner_sizes(self) -> dict[str, int]:
         sparse = (False,) if self.experts is None else self.experts.sparse
-        sizes = {} if all(sparse) else {"intermediate_size": self.inner}
-        return sizes | ({} if self.experts is None else expert_sizes(self.experts))
+        return {} if all(sparse) else {"intermediate_size": self.inner}
 
     def divided(self, shard: Shard) -> Self:
         part, delta = super().divided(shard), self.delta
         part.inner = shard.inner_size(self.inner)
-        part.experts = None if self.experts is None else shard_experts(self.experts, shard)
         part.delta = replace(
             delta,
             key_heads=delta.key_heads // shard.size,
