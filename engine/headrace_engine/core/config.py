@@ -174,7 +174,9 @@ class EngineConfig:
         """Raises ConfigError for what draft heads do not support."""
         head = self.draft_head
         refused = {
-            f"tensor_parallel_size {self.tensor_parallel_size}": self.tensor_parallel_size > 1,
+            f"tensor_parallel_size {self.tensor_parallel_size}": self.tensor_parallel_size > 1
+            and head is not None
+            and head.method != "mtp",
             "enable_lora": self.enable_lora,
             "load_format dummy": self.load_format == "dummy",
             "model_implementation transformers": self.model_implementation == "transformers",

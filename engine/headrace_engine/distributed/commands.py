@@ -33,7 +33,7 @@ class Command(IntEnum):
     """The commands of rank 0; comments name their operands and answers."""
 
     FORWARD = 1  # the sizes of a batch (see sizes_of), and the runs of its rows' adapters
-    ALLOCATE = 2  # KV blocks on the device
+    ALLOCATE = 2  # KV blocks on the device, and further ones of the draft head
     RESERVE = 3  # KV blocks in host memory
     COPY = 4  # (source, destination) blocks
     SWAP_OUT = 5  # (device, host) blocks
@@ -47,7 +47,10 @@ class Command(IntEnum):
     IMAGES = 13  # what the next FORWARD has of images (see numbers_of); broadcasts follow
     STATES = 14  # the recurrent states of the next FORWARD (see numbers_of_states); a broadcast
     ZERO = 15  # blocks that held recurrent states and get KV now
-    STOP = 16
+    HEAD = 16  # the width of hidden states, and the sizes of the draft head's batch; two broadcasts
+    HEAD_LOGITS = 17  # rows and width of what the draft head's logits are made from; a broadcast
+    COPY_HEAD = 18  # (source, destination) blocks of the draft head
+    STOP = 19
 
 
 class Disconnected(Exception):

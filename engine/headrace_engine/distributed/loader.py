@@ -20,7 +20,7 @@ from ..models.hybrid.hybrid import read_family
 from ..models.parallel import Shard, check_divisible
 from ..models.placed_model import PlacedModel
 from ..models.registry import NATIVE
-from .model import RankZeroModel
+from .model import RankZeroHead, RankZeroModel
 from .process import Launcher, RankProcess
 from .rank_processes import RankProcesses
 
@@ -49,7 +49,9 @@ def load_model(
         peers.fail(error)
         raise
     model = RankZeroModel(placed.model, peers, placed.layout)
-    return replace(placed, model=model, peers=peers)
+    head = placed.draft_head
+    shared = None if head is None else RankZeroHead(head, peers)
+    return replace(placed, model=model, peers=peers, draft_head=shared)
 
 
 def divided(config: EngineConfig) -> tuple[EngineConfig, str]:
@@ -98,6 +100,12 @@ def _check_model(config: EngineConfig) -> None:
     if name in RECURRENT:
         read_family(checkpoint).check_ranks(size, config.enable_expert_parallel)
         return
+    if config.draft_head is not None:
+        raise ConfigError(
+            f"speculative_config.method {config.draft_head.method} does not support "
+            f"tensor_parallel_size {size} with {name}: leave one of them out, or use method ngram "
+            "or draft_model"
+        )
     check_divisible(ModelConfig.from_hf(checkpoint), size, config.enable_expert_parallel)
 
 

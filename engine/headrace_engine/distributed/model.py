@@ -1,4 +1,4 @@
-"""Rank 0's model: each forward pass is a forward pass of all ranks."""
+"""Rank 0's model and draft head: each forward pass is a forward pass of all ranks."""
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -8,6 +8,7 @@ import torch
 from ..core.attention_backend import LayerCache
 from ..core.kv_cache_groups import KVLayout
 from ..models.base import CausalModel, ForwardBatch
+from ..models.draft_heads.base import DraftHead, HeadStates
 from .rank_processes import RankProcesses
 
 
@@ -36,3 +37,25 @@ class RankZeroModel:
         with self._peers.step():
             self._peers.record(max_model_len, keep)
             yield
+
+
+class RankZeroHead:
+    """Runs `part`, this rank's part of a draft head, together with the parts of the other ranks."""
+
+    def __init__(self, part: DraftHead, peers: RankProcesses) -> None:
+        self._part, self._peers, self.kv_shapes = part, peers, part.kv_shapes
+
+    def combine(self, states: torch.Tensor) -> torch.Tensor:
+        return self._part.combine(states)
+
+    def forward(
+        self, batch: ForwardBatch, hidden: torch.Tensor, caches: Sequence[LayerCache]
+    ) -> HeadStates:
+        with self._peers.step():
+            self._peers.run_head(batch, hidden)
+            return self._part.forward(batch, hidden, caches)
+
+    def logits(self, normed: torch.Tensor) -> torch.Tensor:
+        with self._peers.step():
+            self._peers.make_head_logits(normed)
+            return self._part.logits(normed)

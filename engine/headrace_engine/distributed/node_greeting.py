@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import asdict, dataclass, fields
 from importlib.metadata import version
 from typing import Any
 
@@ -10,9 +10,11 @@ from ..checkpoints.checkpoint import load_checkpoint
 from ..checkpoints.fingerprint import sampled_digest
 from ..core.config import EngineConfig
 from ..core.errors import CheckpointError
+from ..core.speculative_config import SpeculativeConfig
 from .handshake import HandshakeFailed
 
-# Settings of rank 0 alone: scheduling, drafts, the files of adapters, and how nodes meet.
+# Settings of rank 0 alone: scheduling, drafts without a head, the files of adapters, and how nodes
+# meet.
 _OF_RANK_ZERO = (
     *("speculative_config", "policy", "policy_options", "lora_modules"),
     *("node_rank", "master_addr", "master_port", "node_secret_file", "node_timeout"),
@@ -24,7 +26,17 @@ _OF_NODE = ("model", "revision", "device", "threads", "tuned_config_folder")
 def rank_settings(config: EngineConfig) -> dict[str, Any]:
     """The settings that ranks get from rank 0."""
     names = (field.name for field in fields(config))
-    return {name: getattr(config, name) for name in names if name not in _OF_RANK_ZERO}
+    found = {name: getattr(config, name) for name in names if name not in _OF_RANK_ZERO}
+    if config.draft_head is not None:  # ranks share it
+        found["speculative_config"] = asdict(config.draft_head)
+    return found
+
+
+def read_settings(settings: Mapping[str, Any]) -> EngineConfig:
+    """The configuration of a rank that got these settings."""
+    head = settings.get("speculative_config")
+    speculation = None if head is None else SpeculativeConfig(**head)
+    return EngineConfig(**{**settings, "speculative_config": speculation})
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,6 +13,7 @@ from ..attention.memory import host_blocks, move_blocks
 from ..core.attention_backend import LayerCache
 from ..core.config import EngineConfig
 from ..core.errors import ConfigError
+from ..core.kv_cache_groups import ONE_GROUP
 from ..core.recurrent_state import StateBatch
 from ..cuda_graphs.cuda_graphs import DecodeRecorder, measure_graphs, record_graphs
 from ..device.transfer import Transfer
@@ -21,11 +22,13 @@ from ..lora.device import DeviceLoRA
 from ..lora.packing import by_layer, packed_length, unpack
 from ..model_loader.loader import place_model
 from ..models.base import VisionRows
+from ..models.draft_heads.base import DraftHead
 from ..models.parallel import Shard
 from ..models.placed_model import PlacedModel
 from . import commands
 from .commands import Command, Disconnected
 from .group import Group, open_store
+from .node_greeting import read_settings
 
 logger = logging.getLogger(__name__)
 
@@ -46,7 +49,7 @@ class Rank:
         self._config, self._placed, self._group = config, placed, group
         self._model = placed.model
         self._meeting, self._address, self._connection = meeting, host, connection
-        self._caches: tuple[LayerCache, ...] = ()
+        self._caches: tuple[LayerCache, ...] = ()  # of the model, then of the draft head
         self._host: tuple[LayerCache, ...] = ()
         self._graph_bytes = 0
         self._vision: VisionRows | None = None  # of the next step
@@ -67,6 +70,9 @@ class Rank:
             Command.RECORD: self._record,
             Command.PUT_ADAPTER: self._put_adapter,
             Command.ALLOCATE_ADAPTERS: self._allocate_adapters,
+            Command.HEAD: self._run_head,
+            Command.HEAD_LOGITS: self._make_head_logits,
+            Command.COPY_HEAD: self._copy_head,
         }
 
     def serve(self) -> None:
@@ -100,7 +106,41 @@ class Rank:
             batch, self._vision = replace(batch, vision=self._vision), None
         if self._states is not None:
             batch, self._states = replace(batch, states=self._states), None
-        self._model.forward(batch, self._caches)
+        self._model.forward(batch, self._model_caches)
+
+    @property
+    def _model_caches(self) -> tuple[LayerCache, ...]:
+        return self._caches[: len(self._placed.model.kv_shapes)]
+
+    @property
+    def _head_caches(self) -> tuple[LayerCache, ...]:
+        return self._caches[len(self._placed.model.kv_shapes) :]
+
+    @property
+    def _head(self) -> DraftHead:
+        assert self._placed.draft_head is not None, "rank 0 has a draft head"
+        return self._placed.draft_head
+
+    def _run_head(self, numbers: list[int]) -> None:
+        width, *sizes = numbers
+        placed = self._placed
+        length = commands.packed_length(sizes, ONE_GROUP.groups.count)
+        packed = torch.empty(length, dtype=torch.int32, device=placed.device)
+        batch = commands.unpack(sizes, self._group.broadcast(packed), ONE_GROUP)
+        hidden = self._received(len(batch.input_ids), width)
+        self._head.forward(batch, hidden, self._head_caches)
+
+    def _make_head_logits(self, numbers: list[int]) -> None:
+        rows, width = numbers
+        self._head.logits(self._received(rows, width))
+
+    def _copy_head(self, numbers: list[int]) -> None:
+        self._placed.copy_head_blocks(self._head_caches, commands.paired(numbers))
+
+    def _received(self, rows: int, width: int) -> torch.Tensor:
+        """Rows [rows, width] that rank 0 broadcasts."""
+        made = torch.empty(rows, width, dtype=self._placed.dtype, device=self._placed.device)
+        return self._group.broadcast(made)
 
     def _receive_images(self, numbers: list[int]) -> None:
         placed = self._placed
@@ -126,7 +166,7 @@ class Rank:
         return DecodeRecorder(
             placed.model,
             placed.attention,
-            self._caches,
+            self._model_caches,
             self._config,
             max_model_len,
             lora,
@@ -165,7 +205,8 @@ class Rank:
 
     def _allocate(self, numbers: list[int]) -> None:
         self._caches = ()
-        self._caches = self._placed.allocate(numbers[0], self._config.block_size)
+        num_blocks, head_blocks = numbers
+        self._caches = self._placed.allocate(num_blocks, self._config.block_size, head_blocks)
 
     def _reserve(self, numbers: list[int]) -> None:
         self._host = tuple(host_blocks(cache, numbers[0]) for cache in self._caches)
@@ -211,7 +252,7 @@ def serve(
     """Loads the part that the greeting names and serves; returns the process's exit code. `store`
     leads to node 0's store, if this is another node."""
     try:
-        config = EngineConfig(**greeting["config"])
+        config = read_settings(greeting["config"])
         group = Group(rank, size, greeting["device"])
         placed = place_model(config, Shard(rank, size, group, config.enable_expert_parallel))
         commands.answer(connection)

@@ -11,9 +11,11 @@ from multiprocessing.connection import wait
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
+import torch
+
 from ..core.config import EngineConfig
 from ..core.errors import RankFailed
-from ..core.kv_cache_groups import KVLayout
+from ..core.kv_cache_groups import ONE_GROUP, KVLayout
 from ..core.start_phases import OnPhase, ignore_phase
 from ..kv_cache.memory_budget import Profile
 from ..lora.adapter import AdapterWeights
@@ -179,9 +181,22 @@ class RankProcesses:
                 if any(own):
                     self.group.broadcast(pack(layer, own, modules).to(self._device))
 
-    def allocate(self, num_blocks: int) -> None:
+    def run_head(self, batch: ForwardBatch, hidden: torch.Tensor) -> None:
+        self._tell(Command.HEAD, (hidden.shape[1], *commands.sizes_of(batch)))
+        self.group.broadcast(commands.pack(batch, ONE_GROUP))
+        self.group.broadcast(hidden.contiguous())
+
+    def make_head_logits(self, normed: torch.Tensor) -> None:
+        self._tell(Command.HEAD_LOGITS, normed.shape)
+        self.group.broadcast(normed.contiguous())
+
+    def copy_head_blocks(self, copies: Pairs) -> None:
         with self.step():
-            self._tell(Command.ALLOCATE, (num_blocks,))
+            self._tell(Command.COPY_HEAD, tuple(commands.flat(copies)))
+
+    def allocate(self, num_blocks: int, head_blocks: int) -> None:
+        with self.step():
+            self._tell(Command.ALLOCATE, (num_blocks, head_blocks))
 
     def reserve_host(self, num_blocks: int) -> None:
         with self.step():

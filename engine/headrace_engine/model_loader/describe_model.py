@@ -107,7 +107,8 @@ def _check_tensors(
     if checkpoint.is_gguf or not has_files(checkpoint.folder):
         return None
     tensors = scan(checkpoint.folder)
-    options = HeadOptions("mtp") if head in tensors and ranks == 1 else None
+    divided = checkpoint.architecture in RECURRENT
+    options = HeadOptions("mtp") if head in tensors and (divided or ranks == 1) else None
     load_on_meta(checkpoint, dtype, tensors, ranks, options)
     return len(tensors)
 

@@ -49,7 +49,7 @@ class DraftHeadRunner:
     ) -> None:
         assert config.draft_head is not None, "the configuration has no draft head"
         self._head, self.target, self._sampler = head, target, sampler
-        self._attention, self._device = placed.attention, placed.device
+        self._placed, self._device = placed, placed.device
         self._transfer = Transfer(placed.device)
         self._block_size = config.block_size
         # The last block may have room for no draft.
@@ -116,9 +116,7 @@ class DraftHeadRunner:
             if started:
                 pairs.append((sequence.block_table[full], self._scratch[sequence]))
         if pairs:
-            copies = torch.tensor(pairs, dtype=torch.int64, device=self._device)
-            for cache in self._caches:
-                self._attention.copy_blocks(cache, copies)
+            self._placed.copy_head_blocks(self._caches, tuple(pairs))
 
     def _draft_batch(self, rows: list[SampleRow]) -> ForwardBatch:
         """A batch with one token for each row: its last draft, one position before the next."""

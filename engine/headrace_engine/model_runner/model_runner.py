@@ -27,7 +27,7 @@ from ..distributed.loader import load_model
 from ..distributed.process import Launcher, RankProcess
 from ..lora.adapters import Adapters, LoadedAdapter
 from ..models.base import ForwardBatch
-from ..models.draft_heads.target import HeadTarget
+from ..models.draft_heads.target import find_target
 from ..models.placed_model import PlacedModel
 from ..models.vision.image_reader import ImageReader
 from ..sampling.logprobs import score_prompts
@@ -258,8 +258,7 @@ class ModelRunner:
         self._record()
         self._on_phase("warm_up")
         if self.draft_head is not None:
-            assert isinstance(self.model, HeadTarget), "a recorded target remains a target"
-            self.draft_head.target = self.model
+            self.draft_head.target = find_target(self.model)
         if self.draft_model is not None:
             scheduler_output = self._dummy_step(1, 1, num_blocks=1)
             self.draft_model.execute(
@@ -402,11 +401,11 @@ class ModelRunner:
             head.use(self._caches[own:], num_blocks)
 
     def _make_draft_head(self) -> DraftHeadRunner | None:
-        head, model = self._placed.draft_head, self.model
+        head = self._placed.draft_head
         if head is None:
             return None
-        assert isinstance(model, HeadTarget), "a model with a head leaves its states"
-        return DraftHeadRunner(head, model, self._placed, self._config, self._sampler)
+        target = find_target(self.model)
+        return DraftHeadRunner(head, target, self._placed, self._config, self._sampler)
 
 
 @dataclass(frozen=True, slots=True)

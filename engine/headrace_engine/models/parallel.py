@@ -15,7 +15,7 @@ from typing import Protocol, TypeVar
 import torch
 
 from ..checkpoints.config import ExpertsConfig, ModelConfig
-from ..checkpoints.tensor_files import Shape
+from ..checkpoints.tensor_files import WHOLE, Portion, Shape
 from ..core.errors import ConfigError
 from ..layers.float8_weight import Float8Weight
 from ..layers.mxfp4_weight import MXFP4Weight
@@ -23,7 +23,8 @@ from ..layers.quantized_weight import QuantizedWeight
 
 _BY_OUTPUT = re.compile(r"\.((q_proj|q_b_proj|kv_b_proj|gate_proj|up_proj)\.(weight|bias)|sinks)$")
 _LAYER = re.compile(r"\.layers\.(\d+)\.")
-_EXPERT = re.compile(r"\.experts\.(\d+)\.")
+# The number of an expert, in the name of a tensor of one expert.
+EXPERT = re.compile(r"\.experts\.(\d+)\.")
 _BY_HEAD = re.compile(r"\.(k_proj|v_proj)\.(weight|bias)$")
 _BY_INPUT = re.compile(r"\.(o_proj|down_proj)\.weight$")
 _INNER = re.compile(r"\.(gate|up|down)_proj\.")
@@ -87,25 +88,27 @@ def _inner_group(length: int, size: int) -> int:
 def check_divisible(config: ModelConfig, size: int, expert_parallel: bool = False) -> None:
     """Raises ConfigError for a decoder that cannot be divided among `size` ranks."""
     if expert_parallel:
-        inner = _counts_beside_experts(config, _experts_to_spread(config, size))
+        inner = _counts_beside_experts(config, experts_to_spread(config.experts, size))
     else:
         inner = {"intermediate_size": config.intermediate_size}
         if config.experts is not None:
             inner |= expert_sizes(config.experts)
     kv_heads = {config.kv_heads(layer) for layer in range(config.num_layers)}
     counts = {"num_attention_heads": config.num_heads}
-    check_counts(size, counts, inner, kv_heads, config.vocab_size)
+    shared = [("num_key_value_heads", count) for count in kv_heads]
+    check_counts(size, counts, inner, shared, config.vocab_size)
 
 
 def check_counts(
     size: int,
     counts: Mapping[str, int],
     inner: Mapping[str, int],
-    kv_heads: Collection[int],
+    shared: Collection[tuple[str, int]],
     vocabulary: int,
 ) -> None:
     """Raises ConfigError if `size` ranks cannot divide these numbers, which config.json names,
-    inner sizes of MLPs, numbers of KV heads, and the vocabulary."""
+    inner sizes of MLPs, numbers of heads of which several ranks may have the same one (`shared`),
+    and the vocabulary."""
     uncut = {name: count for name, count in inner.items() if _inner_group(count, size) == 1}
     for name, count in {**counts, **uncut}.items():
         if count % size:
@@ -113,11 +116,11 @@ def check_counts(
                 f"tensor_parallel_size {size} does not divide {name} ({count}) of this model: "
                 "use a divisor"
             )
-    for heads in kv_heads:
+    for name, heads in shared:
         if heads % size and size % heads:
             raise ConfigError(
-                f"tensor_parallel_size {size} neither divides num_key_value_heads ({heads}) of "
-                "this model nor is a multiple of it: use a divisor or a multiple"
+                f"tensor_parallel_size {size} neither divides {name} ({heads}) of this model nor "
+                "is a multiple of it: use a divisor or a multiple"
             )
     if vocabulary < size:
         raise ConfigError(
@@ -126,17 +129,16 @@ def check_counts(
 
 
 def expert_sizes(experts: ExpertsConfig) -> dict[str, int]:
-    return {"moe_intermediate_size": experts.intermediate_size, **_shared_counts(experts)}
+    return {"moe_intermediate_size": experts.intermediate_size, **shared_counts(experts)}
 
 
-def _shared_counts(experts: ExpertsConfig) -> dict[str, int]:
+def shared_counts(experts: ExpertsConfig) -> dict[str, int]:
     shared = experts.shared_size
     return {} if shared is None else {"shared_expert_intermediate_size": shared}
 
 
-def _experts_to_spread(config: ModelConfig, size: int) -> ExpertsConfig:
+def experts_to_spread(experts: ExpertsConfig | None, size: int) -> ExpertsConfig:
     """The mixture whose experts are spread over `size` ranks. Raises ConfigError."""
-    experts = config.experts
     if experts is None:
         raise ConfigError(
             "enable_expert_parallel is on, but this model has no mixture of experts: switch it off"
@@ -152,7 +154,7 @@ def _experts_to_spread(config: ModelConfig, size: int) -> ExpertsConfig:
 def _counts_beside_experts(config: ModelConfig, experts: ExpertsConfig) -> dict[str, int]:
     """The inner sizes that are divided although experts are whole."""
     dense = {} if all(experts.sparse) else {"intermediate_size": config.intermediate_size}
-    return dense | _shared_counts(experts)
+    return dense | shared_counts(experts)
 
 
 def place_experts(config: ModelConfig, shard: Shard) -> ModelConfig:
@@ -160,7 +162,13 @@ def place_experts(config: ModelConfig, shard: Shard) -> ModelConfig:
     experts = config.experts
     if experts is None or not shard.expert_parallel:
         return config
-    return replace(config, experts=replace(experts, local_range=shard.experts(experts.count)))
+    return replace(config, experts=spread_experts(experts, shard))
+
+
+def spread_experts(experts: ExpertsConfig, shard: Shard) -> ExpertsConfig:
+    """The mixture with the experts of one rank, if ranks have whole ones."""
+    local = shard.experts(experts.count) if shard.expert_parallel else None
+    return replace(experts, local_range=local)
 
 
 def shard_config(config: ModelConfig, shard: Shard) -> ModelConfig:
@@ -180,6 +188,7 @@ def shard_config(config: ModelConfig, shard: Shard) -> ModelConfig:
 
 
 def shard_experts(experts: ExpertsConfig, shard: Shard) -> ExpertsConfig:
+    experts = spread_experts(experts, shard)
     shared, inner = experts.shared_size, experts.intermediate_size
     return replace(
         experts,
@@ -196,6 +205,9 @@ class Cuts(Protocol):
 
     def shape(self, name: str, whole: Shape) -> Shape:
         """The shape of this rank's part."""
+
+    def portion(self, name: str, whole: Shape) -> Portion:
+        """The part of a stored tensor that this rank reads ahead."""
 
     def tensor(self, name: str, whole: torch.Tensor) -> torch.Tensor:
         """This rank's part."""
@@ -228,7 +240,7 @@ class WeightCuts:
     def reads(self, name: str) -> bool:
         """Whether this rank reads any part of a tensor: not if it belongs to another rank's
         expert."""
-        found = _EXPERT.search(name)
+        found = EXPERT.search(name)
         return self._whole is None or found is None or int(found[1]) in self._whole
 
     def shape(self, name: str, whole: Shape) -> Shape:
@@ -238,6 +250,9 @@ class WeightCuts:
             return whole
         dimension, start, stop = cut
         return (*whole[:dimension], stop - start, *whole[dimension + 1 :])
+
+    def portion(self, name: str, whole: Shape) -> Portion:
+        return WHOLE
 
     def ranges(self, name: str, whole: tuple[int, int]) -> tuple[tuple[int, int], tuple[int, int]]:
         """[start, stop) of this rank's outputs and inputs of a matrix [out, in]."""
@@ -285,7 +300,7 @@ class WeightCuts:
 
     def _is_whole(self, name: str) -> bool:
         """Whether a tensor belongs to an expert that is not split."""
-        return self._whole is not None and _EXPERT.search(name) is not None
+        return self._whole is not None and EXPERT.search(name) is not None
 
     def _kv_heads(self, name: str) -> int:
         """The number of KV heads of the layer that a tensor belongs to."""

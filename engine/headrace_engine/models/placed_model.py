@@ -24,7 +24,7 @@ from .vision.tower import VisionTower
 class PeerRanks(Protocol):
     """The other ranks of a model that several processes share: each repeats this rank's actions."""
 
-    def allocate(self, num_blocks: int) -> None: ...
+    def allocate(self, num_blocks: int, head_blocks: int) -> None: ...
 
     def reserve_host(self, num_blocks: int) -> None:
         """Takes KV blocks in host memory."""
@@ -32,6 +32,8 @@ class PeerRanks(Protocol):
     def zero_blocks(self, blocks: Sequence[int]) -> None: ...
 
     def copy_blocks(self, copies: Sequence[tuple[int, int]]) -> None: ...
+
+    def copy_head_blocks(self, copies: Sequence[tuple[int, int]]) -> None: ...
 
     def swap(
         self, swap_out: Sequence[tuple[int, int]], swap_in: Sequence[tuple[int, int]]
@@ -102,7 +104,7 @@ class PlacedModel:
         layer with smaller blocks it consists of parts of blocks. The draft head's layers get
         `head_blocks` more blocks."""
         if self.peers is not None:
-            self.peers.allocate(num_blocks)
+            self.peers.allocate(num_blocks, head_blocks)
         specs, own = self._specs(block_size), len(self.model.kv_shapes)
         memory = [
             self.attention.allocate(num_blocks + (head_blocks if layer >= own else 0), spec)
@@ -171,6 +173,16 @@ class PlacedModel:
         pairs = torch.from_numpy(np.array(copies, dtype=np.int64)).to(self.device)
         for layer in self.layout.layer_of_each_place:
             self.attention.copy_blocks(self._whole_blocks(caches, layer), pairs)
+
+    def copy_head_blocks(
+        self, caches: tuple[LayerCache, ...], copies: tuple[tuple[int, int], ...]
+    ) -> None:
+        """Copies (source, destination) blocks of the draft head's `caches` alone."""
+        if self.peers is not None:
+            self.peers.copy_head_blocks(copies)
+        pairs = torch.from_numpy(np.array(copies, dtype=np.int64)).to(self.device)
+        for cache in caches:
+            self.attention.copy_blocks(cache, pairs)
 
     def count_blocks(
         self,

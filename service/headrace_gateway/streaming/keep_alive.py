@@ -4,6 +4,7 @@ A task and a look at the queue for each stream would cost more than the comments
 """
 
 import asyncio
+import logging
 import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -14,6 +15,8 @@ from headrace_common.protocol.base import QueuePosition
 
 from ..queue_client.ports import QueuePositions
 from .sse import EventStream
+
+logger = logging.getLogger(__name__)
 
 KEEP_ALIVE = b": keep-alive\n"
 # The status is sent with the first event if that comes within this time. This saves a packet, and a
@@ -89,16 +92,25 @@ class KeepAlives:
         return silent.stream.silent >= self._interval
 
     async def _comment(self, silents: Sequence[_Silent], model: str) -> None:
-        try:
-            places = await self._positions.queue_positions(
-                [silent.request_id for silent in silents], model
-            )
-        except BackendUnavailable:
-            places = [None] * len(silents)
+        places = await self._places([silent.request_id for silent in silents], model)
         for silent, place in zip(silents, places, strict=True):
             if silent in self._streams and self._is_due(silent):
                 text = KEEP_ALIVE if place is None else queued_comment(place)
                 self._send(silent, text + silent.end)
+
+    async def _places(
+        self, request_ids: Sequence[str], model: str
+    ) -> Sequence[QueuePosition | None]:
+        try:
+            return await self._positions.queue_positions(request_ids, model)
+        except BackendUnavailable:
+            pass
+        except Exception as error:
+            # Engines of a model can write its requests' state, and must not be able to end the
+            # comments of other models.
+            fields = {"model": model}
+            logger.error("the state of a queue is corrupt", extra=fields, exc_info=error)
+        return [None] * len(request_ids)
 
     def _send(self, silent: _Silent, content: bytes) -> None:
         """Writes a comment; without content only the status, if that is not sent yet."""

@@ -60,7 +60,7 @@ class ScriptedEngine:
         self.cancelled = asyncio.Event()
         self.cancellations: list[str] = []
         self.statuses: list[EngineStatus] = [engine_status()]
-        self.unreachable: HeadraceError | None = None
+        self.unreachable: Exception | None = None
         self.waiting_at: QueuePosition | None = None
         self.positions_read: list[list[str]] = []
 

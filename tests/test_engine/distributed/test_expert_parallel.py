@@ -79,6 +79,13 @@ def check(folder: Path, paths: list[GreedyPath], size: int, **options: Any) -> N
         ("olmoe", 4),
         ("ernie4_5-moe", 4),
         ("hunyuan-moe", 2),
+        ("granite-hybrid", 4),
+        ("jamba", 2),
+        ("kimi-linear", 2),
+        ("lfm2-moe", 4),
+        ("nemotron-h-latent", 2),
+        ("qwen3-next", 2),
+        ("qwen3_5-moe", 2),
     ],
 )
 def test_greedy_tokens_equal_transformers(
@@ -161,12 +168,12 @@ def test_no_rank_reads_the_experts_of_another(
         }
 
 
-@pytest.mark.parametrize("name", ["gpt-oss", "qwen3-moe"])
+@pytest.mark.parametrize("name", ["gpt-oss", "lfm2-moe", "qwen3-moe"])
 def test_each_rank_reads_its_share_of_the_bytes(
-    name: str, checkpoint: CheckpointMaker, caplog: pytest.LogCaptureFixture
+    name: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Also if all experts of a layer are one tensor, of which only a portion is read ahead."""
-    folder = checkpoint(name)
+    folder = save_checkpoint(tmp_path, name, published=name == "qwen3-moe")
     with caplog.at_level(logging.INFO):
         _, runner = make_engine(folder, 4, enable_expert_parallel=True)
     close(runner)
@@ -269,6 +276,7 @@ def test_each_rank_replays_steps_with_its_own_experts(
         ("mixtral", 4, {"num_local_experts": 3}, "of 4 ranks whole experts, and .* has 3: lower"),
         ("qwen2-moe", 2, {"shared_expert_intermediate_size": 95}, r"shared_expert_.* \(95\)"),
         ("glm4-moe", 2, {"intermediate_size": 95}, r"does not divide intermediate_size \(95\)"),
+        ("qwen3_5", 2, {}, "enable_expert_parallel is on, but this model has no mixture"),
     ],
 )
 def test_what_cannot_be_spread_is_refused(

@@ -23,23 +23,20 @@ from headrace_engine.engine.engine import Engine
 from headrace_engine.model_loader.describe_model import describe
 from headrace_testing.adapter_scenes import AdapterScene
 from headrace_testing.adapters import ALL_MODULES
-from headrace_testing.checkpoints import HYBRID, Reference
+from headrace_testing.checkpoints import HYBRID, Reference, save_checkpoint
+from headrace_testing.draft_heads import change_config
 from headrace_testing.engines import Output, engine_config, greedy, make_runner, request, run
-from headrace_testing.quantized import awq, save_fp8, save_quantized
+from headrace_testing.quantized import awq, compressed, save_fp8, save_quantized
 from headrace_testing.rank_threads import close, make_engine
 
 LENGTH = 6
-DIVISIBLE = (
-    *("qwen3-next", "qwen3_5", "qwen3_5-multimodal", "qwen3_5-moe", "qwen3_5-moe-multimodal"),
-    *("kimi-linear", "lfm2", "lfm2-moe", "nemotron-h", "nemotron-h-latent", "mamba2"),
-)
 
 CheckpointMaker = Callable[[str], Path]
 ReferenceMaker = Callable[[str], Reference]
 
 
 @pytest.mark.proves("ranks")
-@pytest.mark.parametrize("name", DIVISIBLE)
+@pytest.mark.parametrize("name", HYBRID)
 def test_greedy_tokens_equal_transformers(
     name: str, checkpoint: CheckpointMaker, reference: ReferenceMaker
 ) -> None:
@@ -99,13 +96,17 @@ def test_sequences_get_the_tokens_of_one_process_after_any_events(
     }
 
 
-@pytest.mark.parametrize("kind", ["awq", "fp8"])
+@pytest.mark.parametrize("kind", ["awq", "fp8", "compressed-tensors"])
 def test_quantised_weights_are_cut(kind: str, tmp_path: Path) -> None:
-    folder, whole = (
-        save_quantized(tmp_path, "qwen3_5", awq(16))
-        if kind == "awq"
-        else save_fp8(tmp_path, "qwen3_5", (16, 16))
-    )
+    """Also those of experts in one tensor."""
+    if kind == "fp8":
+        folder, whole = save_fp8(tmp_path, "qwen3_5", (16, 16))
+    elif kind == "awq":
+        folder, whole = save_quantized(tmp_path, "qwen3_5", awq(16))
+    else:
+        folder, whole = save_quantized(
+            tmp_path, "granite-hybrid", compressed(4, 16), shared_intermediate_size=64
+        )
     found = describe(load_checkpoint(str(folder)), 2)
     assert (found.quantization, found.tensors) == (kind, len(scan(folder)))
     paths = Reference(whole).clear_paths(2, LENGTH)
@@ -140,29 +141,26 @@ def test_adapters_are_cut(
         assert found == [path.output for path in own]
 
 
-@pytest.mark.refuses("ranks")
-@pytest.mark.parametrize("name", [name for name in HYBRID if name not in DIVISIBLE])
-def test_other_recurrent_layers_are_refused(name: str, checkpoint: CheckpointMaker) -> None:
-    with pytest.raises(ConfigError, match="tensor_parallel_size 2 does not support the recurrent"):
-        make_engine(checkpoint(name), 2)
-
-
 @pytest.mark.parametrize(
-    ("size", "options", "message"),
+    ("name", "size", "changes", "message"),
     [
-        (4, {}, r"tensor_parallel_size 4 does not divide linear_num_key_heads \(2\)"),
+        ("qwen3-next", 4, {}, r"size 4 does not divide linear_num_key_heads \(2\)"),
+        ("jamba", 2, {"mamba_expand": 1, "hidden_size": 65}, r"mamba_expand \* hidden_size \(65\)"),
         (
+            "falcon-h1",
             2,
-            {"enable_expert_parallel": True},
-            "enable_expert_parallel does not support models with",
+            {"mamba_rms_norm": True, "mamba_n_groups": 1},
+            r"size 2 is above mamba_n_groups \(1\), and mamba_norm_before_gate",
         ),
     ],
 )
 def test_what_ranks_cannot_divide_is_refused(
-    size: int, options: dict[str, Any], message: str, checkpoint: CheckpointMaker
+    name: str, size: int, changes: dict[str, Any], message: str, tmp_path: Path
 ) -> None:
+    save_checkpoint(tmp_path, name)
+    change_config(tmp_path, **changes)
     with pytest.raises(ConfigError, match=message):
-        make_engine(checkpoint("qwen3-next"), size, **options)
+        make_engine(tmp_path, size)
 
 
 def test_the_states_of_a_step_are_sent_whole() -> None:

@@ -33,6 +33,7 @@ from headrace_testing.draft_heads import (
 )
 from headrace_testing.engines import Output, engine_config, run
 from headrace_testing.engines import request as make_request
+from headrace_testing.rank_threads import close, make_engine
 from headrace_testing.recorded_steps import CountedReference, Replays
 
 CheckpointMaker = Callable[[str], Path]
@@ -252,7 +253,6 @@ def test_the_head_shares_the_memory_of_the_kv_cache(heads: HeadMaker) -> None:
 
 
 REFUSED: tuple[dict[str, Any], ...] = (
-    {"tensor_parallel_size": 2},
     {"enable_lora": True},
     {"load_format": "dummy"},
     {"model_implementation": "transformers"},
@@ -268,6 +268,15 @@ def test_what_heads_do_not_support_is_refused_by_name(
     (name,) = options
     with pytest.raises(ConfigError, match=f"method mtp does not support {name}"):
         engine_config(folder, speculative_config=mtp(), **options)
+
+
+def test_ranks_of_other_models_do_not_share_a_head(heads: HeadMaker, tmp_path: Path) -> None:
+    folder, _ = heads("glm4-moe")
+    words = "method (mtp|eagle3) does not support tensor_parallel_size 2"
+    with pytest.raises(ConfigError, match=words):
+        make_engine(folder, 2, speculative_config=mtp())
+    with pytest.raises(ConfigError, match=words):
+        engine_config(folder, speculative_config=eagle3(tmp_path), tensor_parallel_size=2)
 
 
 @pytest.mark.refuses("mtp")
@@ -395,6 +404,17 @@ def test_a_head_follows_a_model_with_recurrent_states(
     options = {"attention_backend": backend, "max_num_batched_tokens": 24}
     expected, _ = decode(tmp_path, None, mixed_requests(), **options)
     engine = engine_of(tmp_path, mtp(), **options)
+    check_head(engine, expected, reference)
+    if backend == "cpu":  # two ranks share the head, too
+        options["enable_expert_parallel"] = name != "qwen3_5"
+        engine, runner = make_engine(tmp_path, 2, speculative_config=mtp(), **options)
+        runner.warm_up()
+        check_head(engine, expected, reference)
+        close(runner)
+
+
+def check_head(engine: Engine, expected: Found, reference: MTPReference) -> None:
+    """A head must change no token, and propose those of the reference."""
     proposer = recorded(engine)
     assert tokens_of(run(engine, mixed_requests())) == tokens_of(expected)
     assert acceptance(engine) < 0.5

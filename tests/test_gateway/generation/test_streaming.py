@@ -170,6 +170,26 @@ async def test_comments_keep_a_silent_stream_alive(checkpoint: Path) -> None:
     assert rest[-2] == "data: [DONE]"
 
 
+async def test_corrupt_positions_do_not_end_the_comments(checkpoint: Path) -> None:
+    async with serve(checkpoint, keep_alive_interval=0.02) as gateway:
+        gateway.engine.gate.clear()
+        gateway.engine.waiting_at = QueuePosition(position=3, eta=None)
+        body = {"messages": [{"role": "user", "content": "x"}], "stream": True}
+        async with gateway.http.stream("POST", "/v1/chat/completions", json=body) as answer:
+            lines = answer.aiter_lines()
+            await anext(lines)
+            gateway.engine.unreachable = ValueError("a priority that is no number")
+            comments = 0
+            async for line in lines:
+                comments += line == ": keep-alive"
+                if comments == 2:
+                    break
+            gateway.engine.gate.set()
+            rest = [line async for line in lines]
+
+    assert rest[-2] == "data: [DONE]"
+
+
 @pytest.mark.parametrize(("eta", "comment"), [(11.2, " eta=12s"), (None, "")])
 async def test_comments_report_the_queue_position_of_a_waiting_request(
     checkpoint: Path, eta: float | None, comment: str

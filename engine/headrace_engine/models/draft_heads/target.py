@@ -8,7 +8,7 @@ import torch
 
 from ...core.attention_backend import LayerCache
 from ...core.recurrent_state import StateTensor
-from ..base import CausalModel, ForwardBatch
+from ..base import CausalModel, ForwardBatch, SharedModel
 
 # Computes logits from normed hidden states.
 ToLogits = Callable[[torch.Tensor], torch.Tensor]
@@ -66,3 +66,11 @@ class RecurrentHeadTarget(HeadTarget):
     ) -> None:
         super().__init__(part, to_logits, vocab_size, hidden_size, dtype)
         self.state_tensors, self.num_state_layers = state_tensors, num_state_layers
+
+
+def find_target(model: CausalModel) -> HeadTarget:
+    """The target in a model, of which other processes may have further parts."""
+    while not isinstance(model, HeadTarget):
+        assert isinstance(model, SharedModel), "a model with a head leaves its states"
+        model = model.part
+    return model

@@ -29,6 +29,10 @@ _LEFT_OUT = (".x_proj", ".dt_proj")
 class LocalParts(Protocol):
     """Knows which parts of tensors are in this process."""
 
+    @property
+    def own_experts(self) -> range | None:
+        """The experts in this process; None: a part of each."""
+
     def local(self, name: str, whole: tuple[int, ...], dimension: int) -> LocalPart: ...
 
 
@@ -73,7 +77,9 @@ class AdaptedLayers:
         merged = {EXPERTS_GATE_UP if joint else EXPERTS_DOWN: merge_parts(modules)}
         shape = self._shape(merged, self._inputs(*next(iter(names.items())), inputs))
         linear: LinearName = "experts_gate_up" if joint else "experts_down"
-        own[linear] = replace(shape, experts=count, local_experts=range(count))
+        own_experts = None if self._cuts is None else self._cuts.own_experts
+        local = range(count) if own_experts is None else own_experts
+        own[linear] = replace(shape, experts=count, local_experts=local)
 
     def adapt(self, names: Iterable[str], linear: Linear) -> Linear:
         """The layer of these modules with adapters. Layers that are not one of the decoder's, or

@@ -3,13 +3,13 @@
 from ...checkpoints.architectures import Architecture
 from ...checkpoints.fields import Fields
 from .decoder import HybridWeights, ResidualPart
-from .family import Family, Parts
+from .family import Parts
 from .layers import FeedForwardLayer, HybridLayer
-from .mamba2 import read_mamba2, read_shape
+from .mamba2 import WithMamba2, read_shape
 from .tensors import Tensors
 
 
-class Bamba(Family):
+class Bamba(WithMamba2):
     """The shape of one checkpoint. Raises ConfigError for fields that are not supported."""
 
     architecture = Architecture(max_position_embeddings=262144, partial_rotary=0.5)
@@ -32,6 +32,9 @@ class Bamba(Family):
             raise fields.error("attn_layer_indices", "a list of some, not all layers")
         self.attends = [index in listed for index in range(self.layers)]
 
+    def inner_sizes(self) -> dict[str, int]:
+        return {"intermediate_size": self.inner}
+
     def build(self, tensors: Tensors, parts: Parts) -> HybridWeights:
         blocks: list[ResidualPart] = []
         attentions = states = 0
@@ -46,9 +49,9 @@ class Bamba(Family):
                 )  # fmt: skip
                 attentions += 1
             else:
-                layer = read_mamba2(
-                    tensors, f"{prefix}mamba.", states, self.hidden, self.mamba, self.eps,
-                    parts.ops, conv_bias=self.conv_bias, proj_bias=self.proj_bias,
+                layer = self.mamba2(
+                    tensors, parts.ops, f"{prefix}mamba.", states,
+                    conv_bias=self.conv_bias, proj_bias=self.proj_bias,
                 )  # fmt: skip
                 states += 1
             blocks.append(ResidualPart(norm, layer))

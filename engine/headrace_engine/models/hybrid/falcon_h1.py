@@ -1,21 +1,24 @@
 """Falcon-H1: each layer has attention and a Mamba-2 layer side by side, then an MLP."""
 
 from dataclasses import replace
+from typing import Self
 
 import torch
 
 from ...checkpoints.architectures import Architecture
 from ...checkpoints.fields import Fields
+from ...core.errors import ConfigError
 from ...layers.feed_forward import GatedMLP
 from ...operators.base import Ops
+from ..parallel import Shard
 from .decoder import HybridWeights, ResidualPart
-from .family import Family, Parts
+from .family import Parts
 from .layers import AttentionLayer, FeedForwardLayer, ParallelLayers, ScaledLinear
-from .mamba2 import Mamba2Layer, read_mamba2, read_shape
+from .mamba2 import Mamba2Layer, WithMamba2, read_shape
 from .tensors import Tensors
 
 
-class FalconH1(Family):
+class FalconH1(WithMamba2):
     """The shape of one checkpoint. Raises ConfigError for fields that are not supported."""
 
     architecture = Architecture(max_position_embeddings=8192)
@@ -32,6 +35,8 @@ class FalconH1(Family):
         width = fields.optional_integer("mamba_d_ssm", 1024)
         expanded = fields.integer("mamba_expand", 2) * self.hidden
         self.mamba = read_shape(fields, expanded if width is None else width)
+        self.normed = fields.flag("mamba_rms_norm")
+        self.norm_first = fields.flag("mamba_norm_before_gate", True)
         self.gate, self.down = self._multipliers("mlp_multipliers", 2)
         self.projected = self._multipliers("ssm_multipliers", 5)
 
@@ -41,6 +46,24 @@ class FalconH1(Family):
 
     def _multiplier(self, name: str) -> float:
         return self.fields.number(f"{name}_multiplier", 1.0)
+
+    def check_ranks(self, size: int, expert_parallel: bool) -> None:
+        super().check_ranks(size, expert_parallel)
+        groups = self.mamba.groups
+        if self.normed and self.norm_first and groups < size:
+            raise ConfigError(
+                f"{self.fields.path}: tensor_parallel_size {size} is above mamba_n_groups "
+                f"({groups}), and mamba_norm_before_gate normalises each group before its gate: "
+                f"use at most {groups}"
+            )
+
+    def inner_sizes(self) -> dict[str, int]:
+        return {"intermediate_size": self.inner}
+
+    def divided(self, shard: Shard) -> Self:
+        part = super().divided(shard)
+        part.inner = shard.inner_size(self.inner)
+        return part
 
     def build(self, tensors: Tensors, parts: Parts) -> HybridWeights:
         blocks: list[ResidualPart] = []
@@ -62,13 +85,13 @@ class FalconH1(Family):
 
     def _mamba(self, tensors: Tensors, ops: Ops, prefix: str, index: int) -> Mamba2Layer:
         fields, shape = self.fields, self.mamba
-        layer = read_mamba2(
-            tensors, prefix, index, self.hidden, shape, self.eps, ops,
+        layer = self.mamba2(
+            tensors, ops, prefix, index,
             conv_bias=fields.flag("mamba_conv_bias", True),
             proj_bias=fields.flag("mamba_proj_bias"),
             output_bias=fields.flag("projectors_bias"),
-            normed=fields.flag("mamba_rms_norm"),
-            norm_first=fields.flag("mamba_norm_before_gate", True),
+            normed=self.normed,
+            norm_first=self.norm_first,
         )  # fmt: skip
         shared = shape.groups * shape.state_size
         widths = (shape.width, shape.width, shared, shared, shape.heads)

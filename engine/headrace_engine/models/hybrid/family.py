@@ -16,7 +16,6 @@ from ...checkpoints.fields import Fields
 from ...checkpoints.rope import RopeConfig, read_rope
 from ...checkpoints.tensor_files import Shape
 from ...core.attention_backend import AttentionBackend, LayerParams
-from ...core.errors import ConfigError
 from ...core.recurrent_state import StateTensor
 from ...layers.expert_weights import MixtureOps, MixtureParts
 from ...layers.feed_forward import FeedForward, GatedMLP, SharedExpert, SparseMoe
@@ -24,12 +23,18 @@ from ...layers.layers import Linear
 from ...operators.base import HeadShape, Ops, QKNorm, TorchOps
 from ..base import KVShape
 from ..context import pick_context
-from ..parallel import Shard, check_counts
+from ..parallel import (
+    Shard,
+    check_counts,
+    experts_to_spread,
+    shard_experts,
+    shared_counts,
+)
 from ..rotary.rotary import RotaryTable
 from .decoder import HybridWeights, ResidualPart
 from .layers import AttentionLayer
 from .mtp import HybridMTPWeights
-from .ranks import Division
+from .ranks import Division, SharedHeads
 from .tensors import ExpectedTensors, Tensors
 
 HEAD = "lm_head.weight"
@@ -66,8 +71,16 @@ class Family(ABC):
     has_head: ClassVar[bool] = False
     # The name of the embedding, after the prefix.
     embedding: ClassVar[str] = "embed_tokens"
-    # Whether several ranks may share the decoder.
-    divisible: ClassVar[bool] = False
+    # How names of tensors with all experts of a mixture end.
+    stacked_experts: ClassVar[tuple[str, ...]] = (
+        *(".experts.gate_up_proj", ".experts.up_proj", ".experts.down_proj"),
+    )
+    # The name in config.json of the experts' inner size.
+    expert_size: ClassVar[str] = "moe_intermediate_size"
+    # The rank whose part this is; None: it is the whole decoder.
+    shard: Shard | None = None
+    # The mixture; None: there is none.
+    experts: ExpertsConfig | None = None
     heads: int
     kv_heads: int
     head_dim: int
@@ -124,31 +137,35 @@ class Family(ABC):
 
     def check_ranks(self, size: int, expert_parallel: bool) -> None:
         """Raises ConfigError if `size` ranks cannot share the decoder."""
-        if not self.divisible:
-            raise ConfigError(
-                f"{self.fields.path}: tensor_parallel_size {size} does not support the recurrent "
-                f"layers of this model: use tensor_parallel_size 1"
-            )
+        inner, experts = self.inner_sizes(), self.experts
         if expert_parallel:
-            raise ConfigError(
-                f"{self.fields.path}: enable_expert_parallel does not support models with "
-                "recurrent layers: switch it off, and each rank has a part of every expert"
-            )
-        check_counts(size, self.counts(), self.inner_sizes(), {self.kv_heads}, self.vocab)
+            experts = experts_to_spread(experts, size)
+        elif experts is not None:
+            inner[self.expert_size] = experts.intermediate_size
+        if experts is not None:
+            inner |= shared_counts(experts)
+        check_counts(size, self.counts(), inner, self.shared_heads().items(), self.vocab)
 
     def counts(self) -> dict[str, int]:
         """What ranks divide equally, by its name in config.json."""
         return {"num_attention_heads": self.heads}
 
+    def shared_heads(self) -> dict[str, int]:
+        """Numbers of heads of which several ranks may have the same one, by their names in
+        config.json."""
+        return {"num_key_value_heads": self.kv_heads}
+
     def inner_sizes(self) -> dict[str, int]:
-        """The inner sizes of MLPs and experts, by their names in config.json."""
+        """The inner sizes of dense MLPs, by their names in config.json."""
         return {}
 
     def divided(self, shard: Shard) -> Self:
         """The shape of one rank's part; the vocabulary stays whole."""
         part = copy(self)
+        part.shard = shard
         part.heads = self.heads // shard.size
         part.kv_heads = max(1, self.kv_heads // shard.size)
+        part.experts = None if self.experts is None else shard_experts(self.experts, shard)
         return part
 
     def division(self, name: str, whole: Shape) -> Division | None:
@@ -158,7 +175,7 @@ class Family(ABC):
         module, _, kind = name.rpartition(".")
         last = module.rpartition(".")[2]
         if last in ("k_proj", "v_proj"):
-            return Division(0, (self.kv_heads,), "heads")
+            return Division(0, (SharedHeads(self.kv_heads, whole[0] // self.kv_heads),))
         if last == "q_proj":
             return Division(0, (whole[0],))
         if last in ("gate_proj", "up_proj", "w1", "w3"):
@@ -274,10 +291,10 @@ class Family(ABC):
         names: MatrixNames = MatrixNames(),
     ) -> list[GatedMLP]:
         """The MLPs of a mixture, whose matrices' names begin with `prefix` and their number."""
-        count, inner = experts.count, experts.intermediate_size
+        inner = experts.intermediate_size
         gates = {names.gate: inner, names.up: inner}
-        gate_ups = tensors.experts(prefix, count, "gate_up_proj", gates, self.hidden)
-        downs = tensors.experts(prefix, count, "down_proj", {names.down: self.hidden}, inner)
+        gate_ups = tensors.experts(prefix, experts, "gate_up_proj", gates, self.hidden)
+        downs = tensors.experts(prefix, experts, "down_proj", {names.down: self.hidden}, inner)
         both = zip(gate_ups, downs, strict=True)
         return [GatedMLP(gate_up, down, parts.ops.silu_mul) for gate_up, down in both]
 
@@ -300,7 +317,7 @@ class Family(ABC):
                 ("gate_up_proj", "down_proj"),
                 ((names.gate, names.up), (names.down,)),
             )
-            weights = tensors.grouped(prefix, experts.count, stacked, matrices)
+            weights = tensors.grouped(prefix, experts, stacked, matrices)
             if weights is not None:
                 own = MixtureParts(router, weights, shared, experts, correction=correction)
                 return parts.ops.mixture(own)

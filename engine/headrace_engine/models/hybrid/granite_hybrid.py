@@ -4,21 +4,28 @@ from ...checkpoints.architectures import Architecture
 from ...checkpoints.config import ExpertsConfig
 from ...checkpoints.fields import Fields
 from ...checkpoints.rope import RopeConfig
+from ...checkpoints.tensor_files import Shape
 from ...layers.feed_forward import FeedForward, GatedMLP, SparseMoe
 from .decoder import HybridWeights, ResidualPart
-from .family import Family, Parts, layer_types
+from .family import Parts, layer_types
 from .layers import FeedForwardLayer, FeedForwardSum
-from .mamba2 import read_mamba2, read_shape
+from .mamba2 import WithMamba2, read_shape
+from .ranks import Division
 from .tensors import Tensors
 
 # Older names of the kinds of layers.
 _KINDS = {"mamba": "linear_attention", "attention": "full_attention"}
 
 
-class GraniteHybrid(Family):
+class GraniteHybrid(WithMamba2):
     """The shape of one checkpoint. Raises ConfigError for fields that are not supported."""
 
     architecture = Architecture(max_position_embeddings=2048)
+    stacked_experts = (
+        ".block_sparse_moe.input_linear.weight",
+        ".block_sparse_moe.output_linear.weight",
+    )
+    expert_size = "intermediate_size"
 
     def __init__(self, fields: Fields) -> None:
         super().__init__(fields)
@@ -59,6 +66,17 @@ class GraniteHybrid(Family):
             sparse=(True,) * self.layers,
         )
 
+    def inner_sizes(self) -> dict[str, int]:
+        return {"shared_intermediate_size": self.inner}
+
+    def division(self, name: str, whole: Shape) -> Division | None:
+        last = len(whole) - 1  # matrices of experts have one dimension more
+        if name.endswith(".input_linear.weight"):
+            return Division(last - 1, (whole[last - 1] // 2,) * 2, "inner")
+        if name.endswith(".output_linear.weight"):
+            return Division(last, (whole[last],), "inner")
+        return super().division(name, whole)
+
     def build(self, tensors: Tensors, parts: Parts) -> HybridWeights:
         hidden, fields = self.hidden, self.fields
         blocks: list[ResidualPart] = []
@@ -67,8 +85,8 @@ class GraniteHybrid(Family):
             prefix = f"{self.prefix}layers.{index}."
             norm = tensors.tensor(f"{prefix}input_layernorm.weight", hidden)
             if kind == "linear_attention":
-                mamba = read_mamba2(
-                    tensors, f"{prefix}mamba.", states, hidden, self.mamba, self.eps, parts.ops,
+                mamba = self.mamba2(
+                    tensors, parts.ops, f"{prefix}mamba.", states,
                     conv_bias=self.conv_bias, proj_bias=self.proj_bias,
                 )  # fmt: skip
                 blocks.append(ResidualPart(norm, mamba, self.residual))
@@ -96,10 +114,8 @@ class GraniteHybrid(Family):
         if experts is not None:
             moe, inner = f"{prefix}block_sparse_moe.", experts.intermediate_size
             router = tensors.linear({f"{moe}router.layer": experts.count}, hidden, exact=True)
-            gate_ups = tensors.stacked(
-                f"{moe}input_linear.weight", experts.count, 2 * inner, hidden
-            )
-            downs = tensors.stacked(f"{moe}output_linear.weight", experts.count, hidden, inner)
+            gate_ups = tensors.stacked(f"{moe}input_linear.weight", experts, 2 * inner, hidden)
+            downs = tensors.stacked(f"{moe}output_linear.weight", experts, hidden, inner)
             mlps = [GatedMLP(*both, activation) for both in zip(gate_ups, downs, strict=True)]
             mixture = SparseMoe(router, mlps, None, experts)
         shared = f"{prefix}shared_mlp."

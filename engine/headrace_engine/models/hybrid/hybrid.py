@@ -28,7 +28,7 @@ from .mtp import HybridMTPHead
 from .nemotron_h import NemotronH
 from .qwen3_5 import Qwen35, Qwen35Moe
 from .qwen3_next import Qwen3Next
-from .ranks import HybridCuts, ParallelHybridDecoder
+from .ranks import HybridCuts, ParallelHybridDecoder, ParallelHybridMTPHead
 from .tensors import ExpectedTensors, StoredTensors
 
 FAMILIES: dict[str, type[Family]] = {
@@ -94,7 +94,12 @@ def load(checkpoint: Checkpoint, options: LoadOptions) -> LoadedModel:
             else ParallelHybridDecoder(*made, shard=shard, vocabulary=family.vocab)
         )
         if options.draft_head is not None:
-            head = HybridMTPHead(family.build_head(tensors, parts, weights), options.ops, rotary)
+            read = (own.build_head(tensors, parts, weights), options.ops, rotary)
+            head = (
+                HybridMTPHead(*read)
+                if shard is None
+                else ParallelHybridMTPHead(*read, shard=shard, vocabulary=family.vocab)
+            )
             target = _target(model, weights, family, options)
             return LoadedModel(target, length, (None,) * len(model.kv_shapes), draft_head=head)
     # Of layers without KV no position is read.
@@ -141,8 +146,6 @@ def read_family(checkpoint: Checkpoint) -> Family:
 def _check_options(checkpoint: Checkpoint, options: LoadOptions) -> None:
     """Raises ConfigError for what recurrent layers do not support."""
     refused = {
-        "speculative_config of method mtp on several ranks": options.shard is not None
-        and options.draft_head is not None,
         "task embed": options.hidden_states,
         "deterministic": options.deterministic,
         "load_format dummy": options.load_format == "dummy",

@@ -6,16 +6,18 @@ from ...checkpoints.fields import Fields
 from ...checkpoints.rope import RopeConfig
 from ...layers.feed_forward import FeedForward
 from .decoder import HybridWeights, ResidualPart
-from .family import Family, Parts
+from .family import Parts
 from .layers import FeedForwardLayer, HybridLayer
-from .mamba import MambaShape, read_mamba
+from .mamba import MambaShape, WithMamba
 from .tensors import Tensors
 
 
-class Jamba(Family):
+class Jamba(WithMamba):
     """The shape of one checkpoint. Raises ConfigError for fields that are not supported."""
 
     architecture = Architecture(max_position_embeddings=262144)
+    expert_size = "intermediate_size"
+    experts: ExpertsConfig
 
     def __init__(self, fields: Fields) -> None:
         super().__init__(fields)
@@ -66,6 +68,9 @@ class Jamba(Family):
     def rope(self) -> RopeConfig | None:
         return None
 
+    def inner_sizes(self) -> dict[str, int]:
+        return {} if all(self.experts.sparse) else {"intermediate_size": self.inner}
+
     def build(self, tensors: Tensors, parts: Parts) -> HybridWeights:
         blocks: list[ResidualPart] = []
         attentions = states = 0
@@ -79,9 +84,9 @@ class Jamba(Family):
                 layer = self.attention(tensors, parts, below, attentions, scale=scale)
                 attentions += 1
             else:
-                layer = read_mamba(
-                    tensors, f"{prefix}mamba.", states, self.hidden, self.mamba, self.eps,
-                    parts.ops, conv_bias=self.conv_bias, proj_bias=self.proj_bias,
+                layer = self.mamba_layer(
+                    tensors, parts.ops, f"{prefix}mamba.", states, eps=self.eps,
+                    conv_bias=self.conv_bias, proj_bias=self.proj_bias,
                 )  # fmt: skip
                 states += 1
             blocks.append(ResidualPart(norm, layer))

@@ -23,9 +23,9 @@ from ...operators.recurrent import (
     recurrences_of,
 )
 from ..base import KVShape
-from ..decoder.latent import LatentAttention, LatentWeights
+from ..decoder.latent import LatentAttention, LatentWeights, divide_heads
 from ..decoder.positions import LayerPositions
-from ..parallel import Shard, expert_sizes, shard_experts
+from ..parallel import Shard
 from .decoder import HybridWeights, ResidualPart
 from .family import Family, MatrixNames, Parts, layer_types
 from .layers import FeedForwardLayer, HybridLayer, HybridStep
@@ -53,7 +53,7 @@ class KimiLinear(Family):
     """The shape of one checkpoint. Raises ConfigError for fields that are not supported."""
 
     architecture = Architecture(rms_norm_eps=1e-5, max_position_embeddings=1_048_576)
-    divisible = True
+    experts: ExpertsConfig
     # The name of MLPs in published checkpoints; transformers may save another one.
     _mlp_name = "mlp"
 
@@ -138,13 +138,11 @@ class KimiLinear(Family):
         return {**super().counts(), "linear_attn_config.num_heads": self.delta.value_heads}
 
     def inner_sizes(self) -> dict[str, int]:
-        dense = {} if all(self.experts.sparse) else {"intermediate_size": self.inner}
-        return dense | expert_sizes(self.experts)
+        return {} if all(self.experts.sparse) else {"intermediate_size": self.inner}
 
     def divided(self, shard: Shard) -> Self:
         part, heads = super().divided(shard), self.delta.value_heads // shard.size
         part.inner = shard.inner_size(self.inner)
-        part.experts = shard_experts(self.experts, shard)
         part.delta = replace(self.delta, key_heads=heads, value_heads=heads)
         return part
 
@@ -228,8 +226,7 @@ class KimiLinear(Family):
         norm = tensors.tensor(f"{prefix}kv_a_layernorm.weight", latent.rank)
         expanded = self.heads * (latent.plain + latent.value)
         both = tensors.tensor(f"{prefix}kv_b_proj.weight", expanded, latent.rank)
-        heads = both.view(self.heads, latent.plain + latent.value, latent.rank)
-        values = self.heads * latent.value
+        keys, values = divide_heads(latent, both)
         return LatentAttentionLayer(
             index=index,
             product=product,
@@ -238,10 +235,10 @@ class KimiLinear(Family):
                 query=query,
                 query_norm=query_norm,
                 norm=norm,
-                keys=heads[:, : latent.plain].contiguous(),
-                values=heads[:, latent.plain :].transpose(1, 2).contiguous(),
+                keys=keys.contiguous(),
+                values=values.transpose(1, 2).contiguous(),
             ),
-            output=tensors.linear({f"{prefix}o_proj": hidden}, values),
+            output=tensors.linear({f"{prefix}o_proj": hidden}, self.heads * latent.value),
             params=LayerParams(scale=float(latent.query_width**-0.5)),
             attention=LatentAttention(parts.ops, latent_backend(parts.attention), False),
         )

@@ -9,7 +9,7 @@ from ...checkpoints.tensor_files import Shape
 from ...layers.feed_forward import FeedForward
 from ...operators.base import QKNorm
 from ...operators.recurrent import Convolution, conv_state, recurrences_of
-from ..parallel import Shard, expert_sizes, shard_experts
+from ..parallel import Shard
 from .decoder import HybridWeights, ResidualPart
 from .family import Family, MatrixNames, Parts, layer_types
 from .layers import AttentionLayer, FeedForwardLayer, ShortConvLayer
@@ -29,7 +29,6 @@ class Lfm2(Family):
     """The shape of one checkpoint. Raises ConfigError for fields that are not supported."""
 
     architecture = LFM2
-    divisible = True
 
     def __init__(self, fields: Fields) -> None:
         super().__init__(fields)
@@ -116,6 +115,8 @@ class Lfm2(Family):
 class Lfm2Moe(Lfm2):
     """LFM2 with a mixture of experts in all layers but the first ones."""
 
+    experts: ExpertsConfig
+
     def __init__(self, fields: Fields) -> None:
         super().__init__(fields)
         self.inner = fields.integer("intermediate_size", 7168)
@@ -137,13 +138,7 @@ class Lfm2Moe(Lfm2):
         )
 
     def inner_sizes(self) -> dict[str, int]:
-        dense = {} if all(self.experts.sparse) else super().inner_sizes()
-        return dense | expert_sizes(self.experts)
-
-    def divided(self, shard: Shard) -> Self:
-        part = super().divided(shard)
-        part.experts = shard_experts(self.experts, shard)
-        return part
+        return {} if all(self.experts.sparse) else super().inner_sizes()
 
     def feed_forward(self, tensors: Tensors, parts: Parts, prefix: str, index: int) -> FeedForward:
         experts = self.experts

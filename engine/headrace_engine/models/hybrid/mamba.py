@@ -1,10 +1,11 @@
 """Mamba layers, https://arxiv.org/abs/2312.00752, with and without norms of time steps, B and C."""
 
-from dataclasses import dataclass
-from typing import Literal
+from dataclasses import dataclass, replace
+from typing import ClassVar, Literal, Self
 
 import torch
 
+from ...checkpoints.tensor_files import Shape
 from ...core.recurrent_state import StateTensor
 from ...layers.layers import Linear
 from ...operators.base import Ops
@@ -15,7 +16,10 @@ from ...operators.recurrent import (
     conv_state,
     recurrences_of,
 )
+from ..parallel import Shard
+from .family import Family
 from .layers import HybridStep
+from .ranks import Division, SummedLinear
 from .tensors import Tensors
 
 # The norms of time steps, B and C: none; without weights; or with those of the checkpoint.
@@ -73,42 +77,72 @@ class MambaLayer:
         return self.steps(steps), b, c
 
 
-def read_mamba(
-    tensors: Tensors,
-    prefix: str,
-    index: int,
-    hidden: int,
-    shape: MambaShape,
-    eps: float,
-    ops: Ops,
-    *,
-    conv_bias: bool,
-    proj_bias: bool,
-    norms: SelectionNorms = "stored",
-) -> MambaLayer:
-    """Reads the layer whose tensors' names begin with `prefix`. `eps` is that of `norms`."""
-    width = shape.width
-    weight = tensors.tensor(f"{prefix}conv1d.weight", width, 1, shape.window)
-    bias = tensors.tensor(f"{prefix}conv1d.bias", width) if conv_bias else None
-    selection = tensors.linear({f"{prefix}x_proj": sum(shape.split)}, width, exact=True)
-    steps = tensors.linear({f"{prefix}dt_proj": width}, shape.rank, True, exact=True)
-    weights = MambaWeights(
-        convolution=Convolution(weight[:, 0], bias),
-        a_log=tensors.float32(f"{prefix}A_log", width, shape.state_size),
-        skip=tensors.float32(f"{prefix}D", width),
-    )
-    return MambaLayer(
-        index=index,
-        input=tensors.linear({f"{prefix}in_proj": 2 * width}, hidden, proj_bias),
-        scan=recurrences_of(ops).selective_scan(weights),
-        selection=selection,
-        norms=_norms(tensors, prefix, shape, norms),
-        eps=eps,
-        steps=steps,
-        output=tensors.linear({f"{prefix}out_proj": hidden}, width, proj_bias),
-        shape=shape,
-        ops=ops,
-    )
+class WithMamba(Family):
+    """A family with Mamba layers, whose tensors' names have `mamba_part`. `width_name` says what
+    their number of channels is in config.json."""
+
+    mamba_part: ClassVar[str] = ".mamba."
+    width_name: ClassVar[str] = "mamba_expand * hidden_size"
+    mamba: MambaShape
+
+    def counts(self) -> dict[str, int]:
+        return {**super().counts(), self.width_name: self.mamba.width}
+
+    def divided(self, shard: Shard) -> Self:
+        part = super().divided(shard)
+        part.mamba = replace(self.mamba, width=self.mamba.width // shard.size)
+        return part
+
+    def division(self, name: str, whole: Shape) -> Division | None:
+        if self.mamba_part not in name:
+            return super().division(name, whole)
+        width = self.mamba.width
+        if ".in_proj." in name:
+            return Division(0, (width, width))
+        if ".x_proj." in name:
+            return Division(1, (width,))
+        by_channel = (".conv1d.weight", ".conv1d.bias", ".dt_proj.weight", ".dt_proj.bias")
+        if name.endswith((*by_channel, ".A_log", ".D")):
+            return Division(0, (width,))
+        return super().division(name, whole)
+
+    def mamba_layer(
+        self,
+        tensors: Tensors,
+        ops: Ops,
+        prefix: str,
+        index: int,
+        *,
+        eps: float,
+        conv_bias: bool,
+        proj_bias: bool,
+        norms: SelectionNorms = "stored",
+    ) -> MambaLayer:
+        """Reads the layer whose tensors' names begin with `prefix`, number `index` of the recurrent
+        ones. `eps` is that of `norms`."""
+        shape, hidden, shard = self.mamba, self.hidden, self.shard
+        width = shape.width
+        weight = tensors.tensor(f"{prefix}conv1d.weight", width, 1, shape.window)
+        bias = tensors.tensor(f"{prefix}conv1d.bias", width) if conv_bias else None
+        selection = tensors.linear({f"{prefix}x_proj": sum(shape.split)}, width, exact=True)
+        steps = tensors.linear({f"{prefix}dt_proj": width}, shape.rank, True, exact=True)
+        weights = MambaWeights(
+            convolution=Convolution(weight[:, 0], bias),
+            a_log=tensors.float32(f"{prefix}A_log", width, shape.state_size),
+            skip=tensors.float32(f"{prefix}D", width),
+        )
+        return MambaLayer(
+            index=index,
+            input=tensors.linear({f"{prefix}in_proj": 2 * width}, hidden, proj_bias),
+            scan=recurrences_of(ops).selective_scan(weights),
+            selection=selection if shard is None else SummedLinear(selection, shard),
+            norms=_norms(tensors, prefix, shape, norms),
+            eps=eps,
+            steps=steps,
+            output=tensors.linear({f"{prefix}out_proj": hidden}, width, proj_bias),
+            shape=shape,
+            ops=ops,
+        )
 
 
 def _norms(

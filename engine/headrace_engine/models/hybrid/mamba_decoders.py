@@ -2,24 +2,21 @@
 
 from abc import abstractmethod
 from dataclasses import replace
-from typing import ClassVar, Self
+from typing import ClassVar
 
 import torch
 
 from ...checkpoints.architectures import Architecture
 from ...checkpoints.fields import Fields
 from ...checkpoints.rope import RopeConfig
-from ...checkpoints.tensor_files import Shape
 from ...core.recurrent_state import StateTensor
 from ...operators.recurrent import Mamba2Shape
 from ..base import KVShape
-from ..parallel import Shard
 from .decoder import HybridWeights, ResidualPart
 from .family import Family, Parts
 from .layers import HybridLayer
-from .mamba import MambaShape, SelectionNorms, read_mamba
-from .mamba2 import check_steps, divide, divided_shape, read_mamba2
-from .ranks import Division
+from .mamba import MambaShape, SelectionNorms, WithMamba
+from .mamba2 import WithMamba2, check_steps
 from .tensors import Tensors
 
 # Blocks of 16 positions that one layer's state takes.
@@ -39,6 +36,7 @@ class WithoutAttention(Family):
     embedding = "embeddings"
     kv_heads = 1
     head_dim = 64
+    heads = 0
     # Whether output and embedding are one matrix if config.json does not say.
     ties: ClassVar[bool]
 
@@ -82,10 +80,12 @@ class WithoutAttention(Family):
         )
 
 
-class Mamba(WithoutAttention):
+class Mamba(WithMamba, WithoutAttention):
     """Mamba layers."""
 
     ties = True
+    mamba_part = ".mixer."
+    width_name = "intermediate_size"
     norms: ClassVar[SelectionNorms] = "none"
 
     def __init__(self, fields: Fields) -> None:
@@ -103,8 +103,8 @@ class Mamba(WithoutAttention):
 
     def layer(self, tensors: Tensors, parts: Parts, prefix: str, index: int) -> HybridLayer:
         eps = self.fields.number("mixer_rms_eps", 1e-6)
-        return read_mamba(
-            tensors, prefix, index, self.hidden, self.mamba, eps, parts.ops,
+        return self.mamba_layer(
+            tensors, parts.ops, prefix, index, eps=eps,
             conv_bias=self.conv_bias, proj_bias=self.proj_bias, norms=self.norms,
         )  # fmt: skip
 
@@ -115,12 +115,12 @@ class FalconMamba(Mamba):
     norms = "unit"
 
 
-class Mamba2(WithoutAttention):
+class Mamba2(WithMamba2, WithoutAttention):
     """Mamba-2 layers."""
 
     ties = False
-    divisible = True
-    heads = 0
+    mamba_part = ".mixer."
+    mamba_names = ("num_heads", "n_groups")
 
     def __init__(self, fields: Fields) -> None:
         super().__init__(fields)
@@ -137,23 +137,11 @@ class Mamba2(WithoutAttention):
         if self.mamba.heads % self.mamba.groups:
             raise fields.error("n_groups", f"a divisor of num_heads ({self.mamba.heads})")
 
-    def counts(self) -> dict[str, int]:
-        return {"num_heads": self.mamba.heads, "n_groups": self.mamba.groups}
-
-    def divided(self, shard: Shard) -> Self:
-        part = super().divided(shard)
-        part.mamba = divided_shape(self.mamba, shard.size)
-        return part
-
-    def division(self, name: str, whole: Shape) -> Division | None:
-        found = divide(name, self.mamba, whole) if ".mixer." in name else None
-        return super().division(name, whole) if found is None else found
-
     def state_tensors(self, dtype: torch.dtype) -> tuple[StateTensor, ...]:
         return self.mamba.states(dtype)
 
     def layer(self, tensors: Tensors, parts: Parts, prefix: str, index: int) -> HybridLayer:
-        return read_mamba2(
-            tensors, prefix, index, self.hidden, self.mamba, self.eps, parts.ops,
+        return self.mamba2(
+            tensors, parts.ops, prefix, index,
             conv_bias=self.conv_bias, proj_bias=self.proj_bias,
         )  # fmt: skip

@@ -50,19 +50,28 @@ class HybridMTPHead:
         self, batch: ForwardBatch, hidden: torch.Tensor, caches: Sequence[LayerCache]
     ) -> HeadStates:
         weights = self._weights
-        token = F.embedding(batch.input_ids, weights.embedding)
-        token = self._normed(token, weights.embedding_norm)
+        token = self._normed(self._lookup(batch.input_ids), weights.embedding_norm)
         state = self._normed(hidden, weights.hidden_norm)
         step = HybridStep(batch, caches, None, *self._rotary.lookup(batch.positions))
         x = weights.projection(torch.cat((token, state), dim=-1))
-        x = x + weights.attention.layer(self._normed(x, weights.attention.norm), step)
+        x = x + self._added(weights.attention, x, step)
         x = x.index_select(0, batch.logits_rows)
-        x = x + weights.feed_forward.layer(self._normed(x, weights.feed_forward.norm), step)
+        x = x + self._added(weights.feed_forward, x, step)
         normed = self._normed(x, weights.norm)
         return HeadStates(normed, normed)
 
     def logits(self, normed: torch.Tensor) -> torch.Tensor:
         return self._weights.lm_head(normed)
+
+    def _lookup(self, ids: torch.Tensor) -> torch.Tensor:
+        return F.embedding(ids, self._weights.embedding)
+
+    def _added(self, part: ResidualPart, x: torch.Tensor, step: HybridStep) -> torch.Tensor:
+        return self._join(part.layer(self._normed(x, part.norm), step))
+
+    def _join(self, added: torch.Tensor) -> torch.Tensor:
+        """What a part adds, of which this process may have computed only a share."""
+        return added
 
     def _normed(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
         return self._ops.rms_norm(x, weight, self._weights.eps)

@@ -1,7 +1,6 @@
 """Nemotron-H: each layer is a Mamba-2 layer, attention without positions, an MLP or a mixture."""
 
 from dataclasses import dataclass
-from typing import Self
 
 import torch
 
@@ -15,11 +14,10 @@ from ...layers.layers import Linear
 from ...lora.batch import LayerLoRA
 from ...operators.base import squared_relu
 from ...operators.recurrent import Mamba2Shape
-from ..parallel import Shard, expert_sizes, shard_experts
 from .decoder import HybridWeights, ResidualPart
-from .family import Family, Parts, layer_types
+from .family import Parts, layer_types
 from .layers import FeedForwardLayer, FeedForwardSum, HybridLayer
-from .mamba2 import divide, divided_shape, read_mamba2
+from .mamba2 import WithMamba2
 from .ranks import Division
 from .tensors import Tensors
 
@@ -29,7 +27,7 @@ _LETTERS = {"M": "linear_attention", "*": "full_attention", "-": "mlp", "E": "mo
 _KINDS = {"mamba": "linear_attention", "attention": "full_attention"}
 
 
-class NemotronH(Family):
+class NemotronH(WithMamba2):
     """The shape of one checkpoint. Raises ConfigError for fields that are not supported.
 
     Time steps have no lower limit, as in training. transformers raises those of prompts, but not of
@@ -39,7 +37,8 @@ class NemotronH(Family):
     architecture = Architecture(max_position_embeddings=4096)
     prefixes = ("backbone.", "model.")
     embedding = "embeddings"
-    divisible = True
+    mamba_part = ".mixer."
+    mamba_names = ("mamba_num_heads", "n_groups")
 
     def __init__(self, fields: Fields) -> None:
         self.types = _types(fields)
@@ -97,25 +96,13 @@ class NemotronH(Family):
             factor=fields.number("routed_scaling_factor", 1.0),
         )
 
-    def counts(self) -> dict[str, int]:
-        mamba = {"mamba_num_heads": self.mamba.heads, "n_groups": self.mamba.groups}
-        return {**super().counts(), **mamba}
-
     def inner_sizes(self) -> dict[str, int]:
-        sizes = {"intermediate_size": self.inner} if "mlp" in self.types else {}
-        return sizes | ({} if self.experts is None else expert_sizes(self.experts))
-
-    def divided(self, shard: Shard) -> Self:
-        part = super().divided(shard)
-        part.mamba = divided_shape(self.mamba, shard.size)
-        part.experts = None if self.experts is None else shard_experts(self.experts, shard)
-        return part
+        return {"intermediate_size": self.inner} if "mlp" in self.types else {}
 
     def division(self, name: str, whole: Shape) -> Division | None:
         if name.endswith(".fc2_latent_proj.bias"):
             return Division(0, (), "once")
-        found = divide(name, self.mamba, whole) if ".mixer." in name else None
-        return super().division(name, whole) if found is None else found
+        return super().division(name, whole)
 
     def build(self, tensors: Tensors, parts: Parts) -> HybridWeights:
         blocks: list[ResidualPart] = []
@@ -126,8 +113,8 @@ class NemotronH(Family):
             norm = tensors.tensor(f"{prefix}norm.weight", self.hidden)
             prefix = f"{prefix}mixer."
             if kind == "linear_attention":
-                layer = read_mamba2(
-                    tensors, prefix, states, self.hidden, self.mamba, self.eps, parts.ops,
+                layer = self.mamba2(
+                    tensors, parts.ops, prefix, states,
                     conv_bias=self.conv_bias, proj_bias=self.proj_bias,
                 )  # fmt: skip
                 states += 1
@@ -159,8 +146,8 @@ class NemotronH(Family):
         latent = self.fields.optional_integer("moe_latent_size", None)
         width, inner = latent or hidden, experts.intermediate_size
         below = f"{prefix}experts."
-        ups = tensors.experts(below, experts.count, "up_proj", {"up_proj": inner}, width)
-        downs = tensors.experts(below, experts.count, "down_proj", {"down_proj": width}, inner)
+        ups = tensors.experts(below, experts, "up_proj", {"up_proj": inner}, width)
+        downs = tensors.experts(below, experts, "down_proj", {"down_proj": width}, inner)
         mlps = [GatedMLP(*both, squared_relu) for both in zip(ups, downs, strict=True)]
         sparse = SparseMoe(router, mlps, None, experts, correction)
         mixture: FeedForward = sparse

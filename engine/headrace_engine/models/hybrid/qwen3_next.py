@@ -19,7 +19,7 @@ from ...operators.recurrent import (
     conv_state,
     recurrences_of,
 )
-from ..parallel import Shard, expert_sizes, shard_experts
+from ..parallel import Shard
 from .decoder import HybridWeights, ResidualPart
 from .family import Family, Parts, layer_types
 from .layers import (
@@ -41,7 +41,6 @@ class Qwen3Next(Family):
 
     architecture = Architecture(rms_norm_eps=1e-6, partial_rotary=0.25)
     has_head = True
-    divisible = True
 
     def __init__(self, fields: Fields) -> None:
         super().__init__(fields)
@@ -94,13 +93,11 @@ class Qwen3Next(Family):
 
     def inner_sizes(self) -> dict[str, int]:
         sparse = (False,) if self.experts is None else self.experts.sparse
-        sizes = {} if all(sparse) else {"intermediate_size": self.inner}
-        return sizes | ({} if self.experts is None else expert_sizes(self.experts))
+        return {} if all(sparse) else {"intermediate_size": self.inner}
 
     def divided(self, shard: Shard) -> Self:
         part, delta = super().divided(shard), self.delta
         part.inner = shard.inner_size(self.inner)
-        part.experts = None if self.experts is None else shard_experts(self.experts, shard)
         part.delta = replace(
             delta,
             key_heads=delta.key_heads // shard.size,

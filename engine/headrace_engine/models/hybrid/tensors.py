@@ -6,6 +6,7 @@ from typing import Protocol
 
 import torch
 
+from ...checkpoints.config import ExpertsConfig
 from ...checkpoints.tensor_files import Shape
 from ...layers.expert_weights import ExpertWeights, Names
 from ...layers.layers import Linear, PlainLinear
@@ -32,20 +33,30 @@ class Tensors(Protocol):
         """One layer of the named modules, stacked: name -> number of outputs. With `exact` its
         weights are not rounded when they are loaded."""
 
-    def stacked(self, name: str, count: int, outputs: int, inputs: int) -> list[Linear]:
-        """The layers of one tensor [count, outputs, inputs]."""
+    def stacked(self, name: str, experts: ExpertsConfig, outputs: int, inputs: int) -> list[Linear]:
+        """The layers of this process's experts, in one tensor [experts, outputs, inputs]."""
 
     def experts(
-        self, prefix: str, count: int, stacked: str, matrices: Mapping[str, int], inputs: int
+        self,
+        prefix: str,
+        experts: ExpertsConfig,
+        stacked: str,
+        matrices: Mapping[str, int],
+        inputs: int,
     ) -> list[Linear]:
-        """For each of `count` experts one layer of the named matrices. They are stored one by one,
-        below `prefix` and the expert's number, or all as the tensor `stacked` below `prefix`."""
+        """For each of this process's experts one layer of the named matrices. They are stored one
+        by one, below `prefix` and the expert's number, or all as the tensor `stacked` below
+        `prefix`."""
 
     def grouped(
-        self, prefix: str, count: int, stacked: tuple[str, str], matrices: tuple[Names, Names]
+        self,
+        prefix: str,
+        experts: ExpertsConfig,
+        stacked: tuple[str, str],
+        matrices: tuple[Names, Names],
     ) -> ExpertWeights | None:
-        """The matrices of all experts, given the names of (gate and up, down), stored like those of
-        `experts`; None if they cannot be stacked, and have to be read one by one."""
+        """The matrices of these experts together, given the names of (gate and up, down), stored
+        like those of `experts`; None if they cannot be stacked, and have to be read one by one."""
 
 
 class ExpectedTensors:
@@ -87,21 +98,31 @@ class ExpectedTensors:
             self.shapes[f"{name}.bias"] = (outputs,)
         return self._linear
 
-    def stacked(self, name: str, count: int, outputs: int, inputs: int) -> list[Linear]:
-        self.shapes[name] = (count, outputs, inputs)
-        return [self._linear] * count
+    def stacked(self, name: str, experts: ExpertsConfig, outputs: int, inputs: int) -> list[Linear]:
+        self.shapes[name] = (experts.count, outputs, inputs)
+        return [self._linear] * experts.count
 
     def experts(
-        self, prefix: str, count: int, stacked: str, matrices: Mapping[str, int], inputs: int
+        self,
+        prefix: str,
+        experts: ExpertsConfig,
+        stacked: str,
+        matrices: Mapping[str, int],
+        inputs: int,
     ) -> list[Linear]:
         if self._adapters is not None:
-            self._adapters.expect_experts(prefix, count, matrices, inputs)
+            self._adapters.expect_experts(prefix, experts.count, matrices, inputs)
         if prefix + stacked in self._stored:
-            return self.stacked(prefix + stacked, count, sum(matrices.values()), inputs)
-        return [self._expect(_numbered(prefix, at, matrices), inputs) for at in range(count)]
+            return self.stacked(prefix + stacked, experts, sum(matrices.values()), inputs)
+        every = range(experts.count)
+        return [self._expect(_numbered(prefix, at, matrices), inputs) for at in every]
 
     def grouped(
-        self, prefix: str, count: int, stacked: tuple[str, str], matrices: tuple[Names, Names]
+        self,
+        prefix: str,
+        experts: ExpertsConfig,
+        stacked: tuple[str, str],
+        matrices: tuple[Names, Names],
     ) -> ExpertWeights | None:
         return None
 
@@ -132,26 +153,35 @@ class StoredTensors:
         made = self._linears.make(_names(list(matrices), "weight"), biases, exact)
         return self._adapters.adapt(matrices, made)
 
-    def stacked(self, name: str, count: int, outputs: int, inputs: int) -> list[Linear]:
-        return self._linears.stacked(name, count)
+    def stacked(self, name: str, experts: ExpertsConfig, outputs: int, inputs: int) -> list[Linear]:
+        return self._linears.stacked(name, len(experts.local))
 
     def experts(
-        self, prefix: str, count: int, stacked: str, matrices: Mapping[str, int], inputs: int
+        self,
+        prefix: str,
+        experts: ExpertsConfig,
+        stacked: str,
+        matrices: Mapping[str, int],
+        inputs: int,
     ) -> list[Linear]:
         if self._reader.expects(prefix + stacked):
-            return self.stacked(prefix + stacked, count, sum(matrices.values()), inputs)
-        every = [list(_numbered(prefix, at, matrices)) for at in range(count)]
+            return self.stacked(prefix + stacked, experts, sum(matrices.values()), inputs)
+        every = [list(_numbered(prefix, at, matrices)) for at in experts.local]
         return [self._linears.make(_names(names, "weight")) for names in every]
 
     def grouped(
-        self, prefix: str, count: int, stacked: tuple[str, str], matrices: tuple[Names, Names]
+        self,
+        prefix: str,
+        experts: ExpertsConfig,
+        stacked: tuple[str, str],
+        matrices: tuple[Names, Names],
     ) -> ExpertWeights | None:
         if self._reader.expects(prefix + stacked[0]):
             return self._linears.stacked_experts(*(prefix + name for name in stacked))
         return self._linears.experts(
             [
                 (_weights(f"{prefix}{at}.", matrices[0]), _weights(f"{prefix}{at}.", matrices[1]))
-                for at in range(count)
+                for at in experts.local
             ]
         )
 

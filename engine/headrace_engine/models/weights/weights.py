@@ -15,6 +15,7 @@ from ...checkpoints.loading import LoadProgress
 from ...checkpoints.tensor_files import (
     INDEX_FILE,
     SINGLE_FILE,
+    WHOLE,
     Portion,
     Shape,
     TensorFiles,
@@ -115,7 +116,10 @@ class WeightReader:
         for name in self._expected:
             if self._cuts is None or self._cuts.reads(name):
                 piece = self._locate(name)
-                own[piece.stored] = piece.portion.joined(own.get(piece.stored, piece.portion))
+                portion = piece.portion
+                if self._cuts is not None and portion is WHOLE:
+                    portion = self._cuts.portion(name, self._expected[name])
+                own[piece.stored] = portion.joined(own.get(piece.stored, portion))
         self._files.plan(
             {
                 tensor: portion
