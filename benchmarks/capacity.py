@@ -13,6 +13,7 @@ import json
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 
 from rich.console import Console
@@ -27,7 +28,8 @@ MOST_STREAMS = 10_000  # of one gateway, the largest number that scaling.py meas
 @dataclass(frozen=True, slots=True)
 class Costs:
     """CPU microseconds of a unit, and bytes, at the largest size that was measured; a token's
-    at the measured speed of a stream that is nearest."""
+    at the measured speed of a stream that is nearest. Frames share writes, reads and replies where
+    they are many, so a frame's cost is that at the largest load."""
 
     gateway_token: float
     gateway_request: float
@@ -43,14 +45,14 @@ class Costs:
         calm = curves["gateway, 2,000 tokens/s"].points
         _, token = min(calm, key=lambda point: abs(math.log(RATE / point[0] / speed)))
         frames = curves["Redis, by frames"].points
-        frame = _slope(frames) * 1e3
-        engines = curves["Redis, by engines"].points
+        (most, used), engines = frames[-1], curves["Redis, by engines"].points
+        own_frame = 1e3 * _at(frames, engines[-1][0]) / engines[-1][0]  # one a second each
         return cls(
             gateway_token=token,
             gateway_request=_last(curves["gateway, by requests at once"]),
             redis_request=_last(curves["queue, by waiting requests"]),
-            redis_frame=frame,
-            redis_engine_second=max(0.0, _slope(engines) * 1e3 - frame),
+            redis_frame=1e3 * used / most,
+            redis_engine_second=max(0.0, _slope(engines) * 1e3 - own_frame),
             bytes_token=_last(curves["client's bytes"]),
         )
 
@@ -62,6 +64,14 @@ def _last(curve: Curve) -> float:
 def _slope(points: list[tuple[int, float]]) -> float:
     (first, low), (last, high) = points[0], points[-1]
     return (high - low) / (last - first)
+
+
+def _at(points: list[tuple[int, float]], size: int) -> float:
+    """The cost at a size, on a line between the points beside it; the nearest one's beyond them."""
+    for (first, low), (last, high) in pairwise(points):
+        if first <= size <= last:
+            return low + (high - low) * (size - first) / (last - first)
+    return min(points, key=lambda point: abs(point[0] - size))[1]
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,7 +17,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
-from growth import engine, gateway, redis_queue
+from growth import engine, frames, gateway, redis_queue
 from growth.curve import Curve, curve_of
 from growth.plot import draw
 from peers import machine
@@ -30,7 +30,8 @@ PARTS = {
     "idle": gateway.idle,
     "waiting": redis_queue.waiting,
     "engines": redis_queue.engines,
-    "frames": redis_queue.frames,
+    "frames": frames.frames,
+    "frame": frames.frame,
     "shards": redis_queue.shards,
 }
 

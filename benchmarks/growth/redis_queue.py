@@ -97,22 +97,7 @@ def engines(most: int, seconds: float) -> Iterator[Curve]:
     yield from (hop, cpu, kept)
 
 
-def frames(most: int, seconds: float) -> Iterator[Curve]:
-    """CPU of Redis over the frames that 50 engines write in a second."""
-    curve = Curve("Redis, by frames", "frames a second", "Redis, a second", "ms")
-    count = min(most, 50)
-    for rate in (1, 2, 5, 10, 20):
-        with tempfile.TemporaryDirectory() as folder, valkey(Path(folder)) as redis:
-            _, cpu, _ = _emitting(
-                redis, Path(folder), count, 1 / rate, max(24, int(seconds * rate))
-            )
-        curve.add(count * rate, cpu)
-    yield curve
-
-
-def _emitting(
-    redis: Server, folder: Path, count: int, interval: float, tokens: int = TOKENS
-) -> tuple[float, ...]:
+def _emitting(redis: Server, folder: Path, count: int, interval: float) -> tuple[float, ...]:
     """The p99 of hops in ms, CPU ms of Redis a second, and what it keeps for the engines in MB;
     each of `count` engines emits a token every `interval` seconds."""
     before = used_memory(redis)
@@ -132,7 +117,7 @@ def _emitting(
         assert pipe.recv() == "ready"
     with gateway(redis.url, folder) as running:
         begun, cpu = time.monotonic(), redis.cpu_seconds()
-        bodies = [body("completions", tokens)] * count
+        bodies = [body("completions", TOKENS)] * count
         streams = read_streams(running.url, "/v1/completions", bodies, count)
         used = (redis.cpu_seconds() - cpu) / (time.monotonic() - begun)
     kept = used_memory(redis) - before
@@ -143,15 +128,15 @@ def _emitting(
     made = {rid: (one.steps, first) for one in emitted for rid, first in one.first.items()}
     hops = []
     for stream in streams:
-        if not stream.complete or len(stream.arrivals) != tokens:
+        if not stream.complete or len(stream.arrivals) != TOKENS:
             raise RuntimeError(
-                f"{stream.status}: a stream ended after {len(stream.arrivals)} of {tokens} tokens"
+                f"{stream.status}: a stream ended after {len(stream.arrivals)} of {TOKENS} tokens"
             )
         steps, first = made[stream.request_id]
         # Without the first ones, at which other requests still come.
         hops += [
             stream.arrivals[index] - steps[first + index]
-            for index in range(tokens * 2 // 3, tokens)
+            for index in range(TOKENS * 2 // 3, TOKENS)
         ]
     return 1e-6 * statistics.quantiles(hops, n=100)[98], 1e3 * used, kept / 1e6
 

@@ -1,7 +1,12 @@
 """Headrace's inference engine. These names are all that offline users need."""
 
+import os
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
+
+# libgomp reads it when torch loads it. By default its threads spin for milliseconds at every
+# barrier, which takes cores from the native kernels' threads, a gateway and Redis.
+os.environ.setdefault("GOMP_SPINCOUNT", "2000")
 
 if TYPE_CHECKING:
     from headrace_common.sampling.pooling import PoolingParams as PoolingParams

@@ -3,10 +3,6 @@
 import gc
 import os
 
-# libgomp reads it when torch loads it. By default its threads spin for milliseconds at every
-# barrier, which takes cores from a gateway and Redis on the same machine.
-os.environ.setdefault("GOMP_SPINCOUNT", "2000")
-
 if __name__ == "__main__":
     from headrace_common.termination import exit_on_signal
     from headrace_engine.core.start_phases import StartPhases, process_age

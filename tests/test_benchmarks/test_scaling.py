@@ -32,12 +32,12 @@ def test_sizes_are_bounded() -> None:
 
 def test_a_small_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     report, picture = tmp_path / "report.json", tmp_path / "curves.png"
-    for part in ("plans", "waiting", "engines"):
+    for part in ("plans", "waiting", "engines", "frame"):
         given = ["--most", "2", "--seconds", "0.2", "--json", str(report), "--png", str(picture)]
         monkeypatch.setattr(sys, "argv", ["scaling.py", *given, "--only", part])
         scaling.main()
     curves = json.loads(report.read_text())["curves"]
-    assert len(curves) == 7
+    assert len(curves) == 9
     assert all(cost >= 0 for curve in curves for _, cost in curve["points"])
     assert picture.read_bytes().startswith(b"\x89PNG")
 
@@ -46,13 +46,14 @@ def test_capacity(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """At 10 µs a token and 1 ms a request, 100 engines of 3,000 tokens/s take 4 cores of gateways.
-    With 5 gateways each step has 5 frames, or rather 4.99 where streams are spread by chance."""
+    With 5 gateways each step has 5 frames, or rather 4.99 where streams are spread by chance. A
+    frame costs 100 µs where there are 1,000 a second, and 50 µs at the largest load."""
     costs = {
         "gateway, 2,000 tokens/s": [(1, 10.0)],
         "gateway, by requests at once": [(1, 1000.0)],
         "queue, by waiting requests": [(1, 200.0)],
-        "Redis, by frames": [(0, 0.0), (1000, 50.0)],
-        "Redis, by engines": [(0, 0.0), (1000, 150.0)],
+        "Redis, by frames": [(1000, 100.0), (10_000, 500.0)],
+        "Redis, by engines": [(0, 0.0), (1000, 200.0)],
         "client's bytes": [(1, 200.0)],
     }
     curves = [Curve(name, "x", "y", "z", points=points).report() for name, points in costs.items()]

@@ -378,8 +378,10 @@ class GatewayQueue(Protocol):
         From then on a done outcome cannot be `disputed`.
         """
 
-    async def queue_position(self, request_id: str, model: str) -> QueuePosition | None:
-        """The approximate position of a waiting request; None if it does not wait."""
+    async def queue_positions(
+        self, request_ids: Sequence[str], model: str
+    ) -> list[QueuePosition | None]:
+        """The approximate position of each waiting request; None for one that does not wait."""
 
     async def journal(self, request_id: str, model: str) -> tuple[ChoiceState, ...] | None:
         """Like EngineQueue.journal, for a gateway that takes over another one's request."""

@@ -127,7 +127,8 @@ class CpuBackend:
         params: LayerParams,
         rank: int,
     ) -> torch.Tensor:
-        if self.kernels is None or not attends_natively(query, rank):
+        dim = query.shape[2]
+        if self.kernels is None or not self.is_native_latent(query.dtype, dim, rank):
             return self._reference.forward_latent(query, latents, cache, metadata, params, rank)
         query, latents = _rows(query), latents if latents.stride(1) == 1 else latents.contiguous()
         output = query.new_empty(*query.shape[:2], rank)
@@ -154,6 +155,16 @@ class CpuBackend:
             and dtype in library.DTYPES
             and head_dim % TILE == 0
             and head_dim <= MAX_HEAD_DIM
+        )
+
+    def is_native_latent(self, dtype: torch.dtype, head_dim: int, rank: int) -> bool:
+        """Whether the native kernels support latents of `rank` elements in keys of `head_dim`."""
+        return (
+            self.kernels is not None
+            and dtype in library.DTYPES
+            and head_dim % 2 == 0
+            and rank % TILE == 0
+            and rank <= MAX_RANK
         )
 
     def _describe_layer(
@@ -183,16 +194,6 @@ class CpuBackend:
             # The parameters are kept too: they own the memory that the structure points to.
             found = self._layers[name] = params, made
         return found[1]
-
-
-def attends_natively(query: torch.Tensor, rank: int) -> bool:
-    """Whether the native kernels support such queries [T, H, D] of latents."""
-    return (
-        query.dtype in library.DTYPES
-        and query.shape[2] % 2 == 0
-        and rank % TILE == 0
-        and rank <= MAX_RANK
-    )
 
 
 def _load() -> library.Kernels | None:

@@ -9,7 +9,7 @@ import torch
 from torch.nn.functional import pad
 
 from ..core.recurrent_state import StateBatch
-from ..kernels.cpu.executor import Executor, pointer
+from ..kernels.cpu.executor import LANES, Executor, pointer
 from ..kernels.cpu.library import DTYPES
 from ..kernels.cpu.structs import Convolution as ConvolutionStruct
 from ..kernels.cpu.structs import Delta, Mamba, Mamba2, States
@@ -29,8 +29,6 @@ from .state_memory import StateMemory
 
 # Limits of the kernels: positions of a convolution, tensors of a layer's cache.
 LONGEST, PAGES = 16, 2
-# The widest vector, to which rows of Mamba's rates are padded.
-LANES = 16
 
 
 class NativeRecurrences:

@@ -84,43 +84,51 @@ class AdapterLoading:
         self._refused: dict[str, tuple[str, float]] = {}  # reason, and when
         self._installed: set[str] = set()
         self._served: set[str] = set()
-        self._draining = False
 
-    async def start(self, queue: EngineQueue, loop: EngineLoop) -> None:
+    async def start(
+        self, queue: EngineQueue, loop: EngineLoop, draining: Callable[[], bool]
+    ) -> None:
         """Loads the adapters that are served now, before the engine takes work."""
-        self._queue, self._loop = queue, loop
+        self._queue, self._loop, self._draining = queue, loop, draining
         try:
             await self._follow(retired=False)
         except (BackendUnavailable, BackendUnfit) as error:
             logger.warning("no adapters loaded before the start", extra={"error": str(error)})
 
-    async def keep(
-        self, draining: Callable[[], bool], in_use: Callable[[], Collection[str]]
-    ) -> None:
-        """Follows the set; reports what is loaded, except while `draining()`.
+    async def keep(self, in_use: Callable[[], Collection[str]]) -> None:
+        """Follows the set.
 
         `in_use` returns the adapters of the requests that the engine has.
         """
         while True:
             await self._sleep(CHECK_S)
-            await self.turn(draining=draining(), in_use=in_use())
+            await self.turn(in_use())
 
-    async def turn(self, *, draining: bool, in_use: Collection[str]) -> None:
-        """Loads and removes what has changed, and reports what is loaded."""
-        self._draining = draining
+    async def keep_reported(self) -> None:
+        """Reports what is loaded, also while an adapter is fetched, which may take minutes."""
+        while True:
+            await self.report()
+            await self._sleep(CHECK_S)
+
+    async def turn(self, in_use: Collection[str]) -> None:
+        """Loads and removes what has changed."""
         try:
             await self._follow(retired=True)
             await self._remove_unused(in_use)
-            await self._report()
         except (BackendUnavailable, BackendUnfit) as error:
             logger.warning("set of adapters not read, they stay", extra={"error": str(error)})
 
-    async def _report(self) -> None:
-        """Tells gateways what this engine has loaded, if there is anything to tell."""
-        if self._set.adapters and not self._draining:
-            refused = {name: reason for name, (reason, _) in self._refused.items()}
-            report = AdapterReport(dict(self._digests), refused)
+    async def report(self) -> None:
+        """Tells gateways and the operator what this engine has loaded, if there is anything to
+        tell and it does not drain."""
+        if not self._set.adapters or self._draining():
+            return
+        refused = {name: reason for name, (reason, _) in self._refused.items()}
+        report = AdapterReport(dict(self._digests), refused)
+        try:
             await self._sets.report(self._model, self._queue.engine_id, report)
+        except (BackendUnavailable, BackendUnfit) as error:
+            logger.warning("adapters not reported", extra={"error": str(error)})
 
     async def _follow(self, *, retired: bool) -> None:
         version = await self._sets.version(self._model)
@@ -170,7 +178,7 @@ class AdapterLoading:
             self._refused.pop(adapter.adapter_id, None)
             self._digests[adapter.adapter_id] = digest
             self._serve()
-            await self._report()
+            await self.report()
 
     async def _load(self, adapter: Adapter) -> str:
         """Returns the digest of an adapter that is loaded now.

@@ -292,8 +292,8 @@ class Worker:
         if self._registration is not None:
             services.append(partial(self._registration.keep, self._draining.is_set))
         if self._adapters is not None:
-            in_use = self._tracker.adapters
-            services.append(partial(self._adapters.keep, self._draining.is_set, in_use))
+            services.append(partial(self._adapters.keep, self._tracker.adapters))
+            services.append(self._adapters.keep_reported)
         if self._turns is not None:
             running = partial(len, self._tracker.requests)
             take_turns = partial(
@@ -341,7 +341,7 @@ class Worker:
         self._loop.start()
         if self._adapters is not None:
             self._phases.begin("adapters")
-            await self._adapters.start(self._queue, self._loop)
+            await self._adapters.start(self._queue, self._loop, self._draining.is_set)
         self._phases.begin("first_beat")
         await retry(lambda: self._queue.beat((), self._status(0)), "first beat")
         self._serving = True

@@ -30,6 +30,9 @@ the rate."""
 LEAST_RATE = 1e-6
 """Per second. A slower speed is not valid; dividing by it would request too many engines."""
 
+RateAtShare = tuple[float, float]
+"""Two means over the same time: what an engine did per second, and the share of its sequences that
+ran."""
 TimedCount = tuple[float, int]
 """A moment in Unix seconds, and the recommended count or the change that was made."""
 
@@ -38,8 +41,9 @@ TimedCount = tuple[float, int]
 class History:
     """Data that scaling has learned about one model, and its latest recommendations and changes.
 
-    `starts` are the moments at which the starting replicas were requested, oldest first. Speeds are
-    those of one engine at full load. `pace` is what it needs for a token. `arrivals` is
+    `starts` are the moments at which the starting replicas were requested, oldest first.
+    `engine_requests` and `engine_tokens` are the speeds per second of one engine at full load; they
+    follow from `request_rate` and `token_rate`. `pace` is what it needs for a token. `arrivals` is
     the smoothed number of requests admitted per second, `surge` the same over the last seconds.
     `highest` and `lowest` are the recommendations that can still be the extreme of a stabilization
     window; `changes` are the changes of the count that were made.
@@ -54,7 +58,8 @@ class History:
     engine_capacity: float | None = None
     engine_requests: float | None = None
     engine_tokens: float | None = None
-    busy: float | None = None
+    request_rate: RateAtShare | None = None
+    token_rate: RateAtShare | None = None
     pace: Pace = Pace()
     arrivals: float | None = None
     surge: float | None = None
@@ -128,21 +133,21 @@ class History:
         return (*going, *[now] * (seen.starting - len(going))), cold_start
 
     def _speeds(self, engines: EngineSignals, ready: int, elapsed: float) -> "History":
-        """An engine's speed at full load, from its speed at the present share of capacity."""
+        """Learns the speeds of an engine at full load, from what it does at the present load."""
         weight = elapsed / (SMOOTHING + elapsed)
         share = engines.running / engines.capacity
-        busy = _smoothed(self.busy, share, weight)
-        pace = learned_pace(self.pace, engines, ready, elapsed)
-        learned = replace(self, busy=busy, engine_capacity=engines.capacity / ready, pace=pace)
-        if busy < LEAST_BUSY:
-            return learned
-        at_load = 1 / (ready * busy)
+        requests = _rate_at_share(
+            self.request_rate, engines.requests_per_second, ready, share, weight
+        )
+        tokens = _rate_at_share(self.token_rate, engines.tokens_per_second, ready, share, weight)
         return replace(
-            learned,
-            engine_requests=_speed(
-                self.engine_requests, engines.requests_per_second, at_load, weight
-            ),
-            engine_tokens=_speed(self.engine_tokens, engines.tokens_per_second, at_load, weight),
+            self,
+            engine_capacity=engines.capacity / ready,
+            pace=learned_pace(self.pace, engines, ready, elapsed),
+            request_rate=requests,
+            token_rate=tokens,
+            engine_requests=_speed(self.engine_requests, requests),
+            engine_tokens=_speed(self.engine_tokens, tokens),
         )
 
     def with_load(self, needed: float, policy: ScalingPolicy, now: float) -> "History":
@@ -209,15 +214,24 @@ def _mix(old: float, new: float, weight: float) -> float:
     return old + (new - old) * weight
 
 
-def _smoothed(old: float | None, new: float, weight: float) -> float:
-    return new if old is None else _mix(old, new, weight)
-
-
-def _speed(old: float | None, rate: float | None, at_load: float, weight: float) -> float | None:
-    if rate is None or rate < LEAST_RATE:
+def _rate_at_share(
+    old: RateAtShare | None, total: float | None, ready: int, share: float, weight: float
+) -> RateAtShare | None:
+    """The means with a new reading: the `total` per second of all engines, at this share."""
+    if total is None or total < LEAST_RATE:
         return old
-    new = rate * at_load
-    return _smoothed(old, new, weight)
+    rate = total / ready
+    if old is None:
+        return rate, share
+    return _mix(old[0], rate, weight), _mix(old[1], share, weight)
+
+
+def _speed(old: float | None, means: RateAtShare | None) -> float | None:
+    """The speed at full load: the mean rate by the mean share, so that both have the same load."""
+    if means is None or means[1] < LEAST_BUSY:
+        return old
+    rate, share = means
+    return rate / share
 
 
 def _extremes(

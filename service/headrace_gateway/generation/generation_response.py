@@ -7,7 +7,7 @@ import asyncio
 from collections.abc import AsyncIterator, Awaitable, Mapping, Sequence
 from dataclasses import dataclass
 
-from headrace_common.errors import BackendUnavailable, HeadraceError
+from headrace_common.errors import HeadraceError
 from headrace_common.text.tokenizer import Tokenizer
 
 from ..errors import ApiError, to_api_error, unavailable
@@ -17,7 +17,7 @@ from ..queue_client.ports import is_listenable
 from ..queue_client.run import Accepted, Piece, Run, Usage, cancel_all
 from ..resumable.event_ids import ResumableEvents
 from ..streaming.disconnecting_response import Delivery, DisconnectingResponse, stop
-from ..streaming.sse import KEEP_ALIVE, RETRY, EventStream, Writer, encode, event, queued_comment
+from ..streaming.sse import RETRY, EventStream, Writer, encode, event
 from ..telemetry.observation import Observation
 from .direct_stream import DirectStream
 
@@ -106,33 +106,15 @@ class GenerationResponse(DisconnectingResponse):
 
     async def _stream(self, writer: Writer) -> str | None:
         events = self._exchange.events
-        stream = EventStream(
-            writer,
-            self._exchange.headers,
-            keep_alive=self._delivery.keep_alive,
-            comment=self._comment,
-        )
+        stream = EventStream(writer, self._exchange.headers)
         if events is not None and events.caught_up:
             await stream.open(RETRY)
-        pings = asyncio.create_task(stream.keep_alive(open_soon=events is None))
-        try:
-            return await self._events(stream)
-        finally:
-            await stop(pings)
-
-    async def _comment(self) -> bytes:
-        """Returns a comment that keeps a silent stream open: the request's position while it
-        waits."""
-        text = KEEP_ALIVE
-        request = self._runs[0].accepted.request
-        try:
-            place = await self._delivery.positions.queue_position(request.request_id, request.model)
-        except BackendUnavailable:
-            place = None
-        if place is not None:
-            text = queued_comment(place)
         # In streams with ids an empty line ends an event for some clients, even after a comment.
-        return text + (b"\n" if self._exchange.events is None else b"")
+        end, request = b"\n" if events is None else b"", self._runs[0].accepted.request
+        with self._delivery.keep_alives.of(
+            stream, request.request_id, request.model, end=end, open_soon=events is None
+        ):
+            return await self._events(stream)
 
     async def _events(self, stream: EventStream) -> str | None:
         try:

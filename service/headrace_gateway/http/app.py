@@ -60,6 +60,7 @@ from ..resumable.stored_requests import Lifetimes, StoredRequests
 from ..schemas.completions import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
 from ..settings import GatewaySettings
 from ..streaming.disconnecting_response import Delivery
+from ..streaming.keep_alive import KeepAlives
 from ..telemetry.batch_scrape_cache import BatchScrapeCache
 from ..telemetry.metrics import Depths, GatewayMetrics, QueueScrapeCache, StoreScrapeCache
 from ..telemetry.observation import Observer
@@ -67,6 +68,7 @@ from ..version import package_version
 from .authentication import OPEN_PATHS, Authentication
 from .body import BodyLimit
 from .cross_origin import add_cross_origin
+from .deferred import SendDeferred
 from .error_handlers import add_error_handlers
 from .open_requests import OpenRequestLimit
 from .routes import (
@@ -88,7 +90,6 @@ from .routes import (
 )
 from .routes.documents import document_bodies, document_errors, document_headers, document_keys
 from .services import Services
-from .unsent import DiscardUnsent
 
 # Matched in this order: the most frequent routes come first.
 ROUTES = (
@@ -249,7 +250,7 @@ def create_app(settings: GatewaySettings, deps: AppDependencies) -> FastAPI:
     document_errors(app)
     document_headers(app)
     add_error_handlers(app)
-    app.add_middleware(DiscardUnsent)
+    app.add_middleware(SendDeferred)
     app.add_middleware(
         BodyLimit,
         max_bytes=settings.max_body_bytes,
@@ -299,9 +300,8 @@ def _services(
     client = deps.client if rate_limits is None else MeteredClient(deps.client, rate_limits)
     observer = Observer(metrics, deps.telemetry.tracer)
     delivery = Delivery(
-        keep_alive=settings.keep_alive_interval,
         write_timeout=settings.write_timeout,
-        positions=deps.queue,
+        keep_alives=KeepAlives(settings.keep_alive_interval, deps.queue),
     )
     drain = Drain()
     pipeline = Pipeline(

@@ -98,7 +98,9 @@ class BodyLimit:
             await self._turns.wait(tenant)
         if _is_reset(scope):
             return
-        await self._app(scope, _replay(body, receive), send)
+        replayed = _replay(body, receive)
+        del body  # which the application may drop once it is read
+        await self._app(scope, replayed, send)
 
     async def _read(self, receive: Receive, limit: int, buffered: BufferedBody) -> bytes:
         body = bytearray()

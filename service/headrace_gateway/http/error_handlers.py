@@ -29,31 +29,32 @@ _ABSENT = ("audio", "images", "moderations", "pooling", "realtime", "rerank", "s
 def add_error_handlers(app: FastAPI) -> None:
     @app.exception_handler(ApiError)
     async def api_error(request: Request, error: ApiError) -> JSONResponse:
-        return _response(request, error)
+        return error_response(request, error)
 
     @app.exception_handler(HeadraceError)
     @app.exception_handler(SamplingError)
     async def failure(request: Request, error: HeadraceError | SamplingError) -> JSONResponse:
-        return _response(request, to_api_error(error))
+        return error_response(request, to_api_error(error))
 
     @app.exception_handler(RequestValidationError)
     async def parameter_error(request: Request, error: RequestValidationError) -> JSONResponse:
         fault = error.errors()[0]
         name = str(fault["loc"][-1])
-        return _response(request, invalid(f"{name}: {fault['msg']}.", param=name))
+        return error_response(request, invalid(f"{name}: {fault['msg']}.", param=name))
 
     @app.exception_handler(HTTPException)
     async def http_error(request: Request, error: HTTPException) -> JSONResponse:
-        return _response(request, _from_http(request, error))
+        return error_response(request, _from_http(request, error))
 
     @app.exception_handler(Exception)
     async def unexpected(request: Request, error: Exception) -> JSONResponse:
         # Starlette logs the traceback after this answer is sent, and the server then closes the
         # connection.
-        return _response(request, internal_error(headers={"connection": "close"}))
+        return error_response(request, internal_error(headers={"connection": "close"}))
 
 
-def _response(request: Request, error: ApiError) -> JSONResponse:
+def error_response(request: Request, error: ApiError) -> JSONResponse:
+    """Returns the answer to a request that failed."""
     scope, name = request.scope, request.scope["state"].get(REQUEST_NAME)
     error = named_for(scope["path"], error)
     headers = error.headers if name is None else {**error.headers, **named_at(scope, name)}

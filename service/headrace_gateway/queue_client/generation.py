@@ -5,7 +5,6 @@ The arbiter knows what the client has. Talks to the queue only through the clien
 """
 
 import asyncio
-from collections import deque
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from types import TracebackType
@@ -71,7 +70,7 @@ class Generation:
         self.holder: str | None = None
         self.timeline: Timeline | None = None
         self._callbacks = callbacks
-        self._deltas: deque[Delta] = deque()
+        self._deltas: list[Delta] = []
         self._waiter: asyncio.Future[None] | None = (
             None  # set while a task waits for the next delta
         )
@@ -298,26 +297,29 @@ class Generation:
         self._callbacks.ended(self)
 
 
-def merged(deltas: deque[Delta]) -> Delta:
+def merged(deltas: list[Delta]) -> Delta:
     """Takes the first delta, merged with those that follow of the same choice.
 
     A reader that is slower than the engines gets more at a time. Deltas with and without log
     probabilities are not merged.
     """
-    first = deltas.popleft()
-    if not deltas or deltas[0].choice != first.choice:
+    first = last = deltas[0]
+    if len(deltas) == 1:
+        deltas.clear()
         return first
     known = first.logprobs is not None
-    token_ids, logprobs, last = list(first.token_ids), list(first.logprobs or ()), first
+    token_ids, logprobs, taken = list(first.token_ids), list(first.logprobs or ()), 1
     while (
-        deltas
-        and deltas[0].choice == first.choice
-        and (deltas[0].logprobs is not None) == known
+        taken < len(deltas)
+        and deltas[taken].choice == first.choice
+        and (deltas[taken].logprobs is not None) == known
         and len(token_ids) < MOST_MERGED
     ):
-        last = deltas.popleft()
+        last = deltas[taken]
         token_ids += last.token_ids
         logprobs += last.logprobs or ()
+        taken += 1
+    del deltas[:taken]
     return last._replace(
         token_ids=tuple(token_ids),
         logprobs=tuple(logprobs) if known else None,

@@ -92,7 +92,9 @@ class RequestDirectory(Protocol):
 class QueuePositions(Protocol):
     """The part of a GatewayQueue that tells how long a request may have to wait."""
 
-    async def queue_position(self, request_id: str, model: str) -> QueuePosition | None: ...
+    async def queue_positions(
+        self, request_ids: Sequence[str], model: str
+    ) -> list[QueuePosition | None]: ...
 
 
 class EngineList(Protocol):

@@ -7,7 +7,7 @@ ADMIT.
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Iterator, Mapping
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -17,6 +17,8 @@ from headrace_common.protocol.base import AdmitResult, AdmitState, GatewayQueue,
 from .generation import Generation
 
 logger = logging.getLogger(__name__)
+
+AT_ONCE = 32  # requests about which the queue is asked together
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -133,9 +135,7 @@ class Watchdog:
         while self._active:
             await asyncio.sleep(self._config.silence / 4)
             try:
-                for generation in list(self._active.values()):
-                    with isolated(generation):
-                        await self._check(generation, self._now())
+                await self._ask(self._due())
             except BackendUnavailable as error:
                 self.unavailable_at = self._now()
                 logger.warning(
@@ -145,23 +145,38 @@ class Watchdog:
             horizon = self._now() - 100 * self._config.silence
             self.heard = {k: at for k, at in self.heard.items() if at > horizon}
 
-    async def _check(self, generation: Generation, now: float) -> None:
-        watch = self._watches.get(generation.request_id)
-        if watch is None:
-            return
+    def _due(self) -> list[tuple[Generation, _Watch]]:
+        watched = ((generation, self._watches.get(rid)) for rid, generation in self._active.items())
+        now = self._now()
+        return [
+            (generation, watch)
+            for generation, watch in watched
+            if watch is not None and self._is_due(generation, watch, now)
+        ]
+
+    async def _ask(self, due: Sequence[tuple[Generation, _Watch]]) -> None:
+        """Asks about requests, several at once, so that they share packets. Raises
+        BackendUnavailable after those that were asked with the one that failed."""
+        for first in range(0, len(due), AT_ONCE):
+            asked = (self._recheck(*each) for each in due[first : first + AT_ONCE])
+            for result in await asyncio.gather(*asked, return_exceptions=True):
+                if isinstance(result, BaseException):
+                    raise result
+
+    def _is_due(self, generation: Generation, watch: _Watch, now: float) -> bool:
+        """Whether to ask the queue about a request. It is no coroutine: most requests are not due,
+        and there may be thousands."""
         owner = generation.arbiter.owner or watch.silent_owner
         if generation.holder is not None:
             owner = None  # its holder watches the engine
-        if owner in (None, watch.released):
-            silent = False
-        else:
-            silent = self._is_silent(owner[0], generation, watch)
-        if silent or watch.lost:
-            await self._recheck(generation, watch, now)
-        elif now - generation.heard_at < self._config.recheck:
+        if watch.lost:
+            return True
+        if owner not in (None, watch.released) and self._is_silent(owner[0], generation, watch):
+            return True
+        if now - generation.heard_at < self._config.recheck:
             watch.due, watch.pause = now + self._config.recheck, self._config.recheck
-        elif now >= watch.due:
-            await self._recheck(generation, watch, now)
+            return False
+        return now >= watch.due
 
     def _is_silent(self, engine_id: str, generation: Generation, watch: _Watch) -> bool:
         """Whether an engine that could have sent something did not."""
@@ -169,7 +184,12 @@ class Watchdog:
         since = max(heard, generation.heard_at, watch.silent_since, self.unavailable_at)
         return self._now() - since > self._config.silence
 
-    async def _recheck(self, generation: Generation, watch: _Watch, now: float) -> None:
+    async def _recheck(self, generation: Generation, watch: _Watch) -> None:
+        if not generation.ended:
+            with isolated(generation):
+                await self._admit_again(generation, watch, self._now())
+
+    async def _admit_again(self, generation: Generation, watch: _Watch, now: float) -> None:
         """Admits a request again; takes it from its engine if that was silent before and still
         is."""
         watch.due = now + watch.pause

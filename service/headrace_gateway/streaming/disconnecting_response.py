@@ -17,9 +17,9 @@ from headrace_common.errors import FailureCode, HeadraceError, RequestFailed
 
 from ..errors import ApiError, to_api_error, unavailable
 from ..queue_client.drain import Drain
-from ..queue_client.ports import QueuePositions
 from ..queue_client.run import Usage
 from ..telemetry.observation import Observation
+from .keep_alive import KeepAlives
 from .sse import CHANNEL, Channel, Writer
 
 # The key of a request's state for the response that its endpoint returned.
@@ -28,11 +28,10 @@ RESPONSE = "headrace.response"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Delivery:
-    """How answers reach clients. Times in seconds. `positions` gives those of waiting requests."""
+    """How answers reach clients. `write_timeout` in seconds."""
 
-    keep_alive: float
     write_timeout: float
-    positions: QueuePositions
+    keep_alives: KeepAlives
 
 
 class DisconnectingResponse(Response, ABC):
@@ -43,6 +42,7 @@ class DisconnectingResponse(Response, ABC):
         self._observation = observation
         self._delivery = delivery
         self._drain = drain
+        self.due = False  # whether the framework has come to send it
         self._sent = False
 
     @abstractmethod
@@ -110,10 +110,33 @@ class DisconnectingResponse(Response, ABC):
         return "shutting_down"
 
 
+class _Deferred(Response):
+    """Stands for a response in the framework, and sends nothing."""
+
+    def __init__(self, response: DisconnectingResponse) -> None:
+        super().__init__()
+        self._response = response
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        self._response.due = True
+
+
 def answering(state: MutableMapping[str, Any], response: Response) -> Response:
-    """Notes the response in its request's state, so that it can be discarded if it is not sent."""
+    """Notes a response that waits for engines, and returns what the framework sends in its place.
+
+    `take_due` gives the response to the middleware that sends it. So a request that waits keeps
+    nothing of the framework.
+    """
+    if not isinstance(response, DisconnectingResponse):
+        return response
     state[RESPONSE] = response
-    return response
+    return _Deferred(response)
+
+
+def take_due(state: MutableMapping[str, Any]) -> DisconnectingResponse | None:
+    """Returns the response that the framework has come to send, once; None if there is none."""
+    response: DisconnectingResponse | None = state.get(RESPONSE)
+    return state.pop(RESPONSE) if response is not None and response.due else None
 
 
 def check_client(state: MutableMapping[str, Any]) -> None:
@@ -124,9 +147,9 @@ def check_client(state: MutableMapping[str, Any]) -> None:
 
 
 async def discard_unsent(state: MutableMapping[str, Any]) -> None:
-    """Ends the requests of a response that the framework has not sent."""
-    response = state.pop(RESPONSE, None)
-    if isinstance(response, DisconnectingResponse):
+    """Ends the requests of a response that nobody has sent."""
+    response: DisconnectingResponse | None = state.pop(RESPONSE, None)
+    if response is not None:
         await response.discard()
 
 

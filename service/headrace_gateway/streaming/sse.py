@@ -1,32 +1,24 @@
-"""Server-sent events: one stream to one client, with comments while there are no events.
+"""Server-sent events: one stream to one client.
 
 A client that does not read for too long is disconnected, so that it occupies no memory and no
 engine.
 """
 
 import asyncio
-import math
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, Protocol
 
 import pydantic_core
 from starlette.types import Scope, Send
-
-from headrace_common.protocol.base import QueuePosition
 
 HEADERS = {
     "content-type": "text/event-stream; charset=utf-8",
     "cache-control": "no-cache",
     "x-accel-buffering": "no",
 }
-KEEP_ALIVE = b": keep-alive\n"
 # Milliseconds after which a client that lost a resumable stream reconnects; part of the next event.
 RETRY = b"retry: 500\n"
 DONE = b"data: [DONE]\n\n"
-# The status is sent with the first event if that comes within this time. This saves a packet, and a
-# failure can still have a status of its own. The delay also ensures that a proxy has sent the
-# whole request before it gets an answer: otherwise Go's reverse proxy breaks the stream.
-OPEN_AFTER_S = 1.0
 # Stands for a text. Its private-use characters occur nowhere else in an event.
 _TEXT = "\ue000text\ue001"
 # Keys of a request's state under which our server protocol offers to reset the connection, and to
@@ -107,24 +99,12 @@ class Writer:
 
 
 class EventStream:
-    """The events of one answer. Sends the status with the first event at the latest.
+    """The events of one answer. Sends the status with the first event at the latest."""
 
-    `keep_alive` is the interval of comments in seconds, `comment` makes one.
-    """
-
-    def __init__(
-        self,
-        writer: Writer,
-        headers: Mapping[str, str],
-        *,
-        keep_alive: float,
-        comment: Callable[[], Awaitable[bytes]],
-    ) -> None:
+    def __init__(self, writer: Writer, headers: Mapping[str, str]) -> None:
         self._writer = writer
         self._channel = writer.channel
         self._headers = {**HEADERS, **headers}
-        self._interval = keep_alive
-        self._comment = comment
         self._lock = asyncio.Lock()
         self._clock = asyncio.get_running_loop().time
         self._last = self._clock()
@@ -139,9 +119,19 @@ class EventStream:
             await self._writer.body(first, more=True)
 
     @property
+    def silent(self) -> float:
+        """Seconds since something was sent."""
+        return self._clock() - self._last
+
+    @property
+    def busy(self) -> bool:
+        """Whether something is being sent."""
+        return self._lock.locked()
+
+    @property
     def ready(self) -> bool:
         """Whether `write` can be used."""
-        return self._channel is not None and self._channel.ready and not self._lock.locked()
+        return self._channel is not None and self._channel.ready and not self.busy
 
     def write(self, content: bytes) -> None:
         """Sends without waiting. Only if `ready`."""
@@ -150,42 +140,19 @@ class EventStream:
         self._channel.write(content)
 
     async def send(self, content: bytes) -> None:
+        """Sends the status if it is not sent yet, and the content, which may be empty."""
         async with self._lock:
             if not self.opened:
                 await self.open()
-            self._last = self._clock()
-            await self._writer.body(content, more=True)
+            if content:
+                self._last = self._clock()
+                await self._writer.body(content, more=True)
 
     async def close(self, content: bytes = DONE) -> None:
         async with self._lock:
             if not self.opened:
                 await self.open()
             await self._writer.body(content, more=False)
-
-    async def keep_alive(self, *, open_soon: bool = False) -> None:
-        """Runs alongside the answer and wakes up only when a comment may be due.
-
-        With `open_soon` it sends the status after OPEN_AFTER_S if no event came before.
-        """
-        if open_soon:
-            await asyncio.sleep(min(OPEN_AFTER_S, self._interval))
-            async with self._lock:
-                if not self.opened:
-                    await self.open()
-        while True:
-            silent = self._clock() - self._last
-            if silent >= self._interval:
-                comment = await self._comment()
-                if self._clock() - self._last >= self._interval:  # nothing was sent in the meantime
-                    await self.send(comment)
-                silent = self._clock() - self._last
-            await asyncio.sleep(self._interval - silent)
-
-
-def queued_comment(place: QueuePosition) -> bytes:
-    """Returns a comment for people, and for clients that read it: `: queued position=3 eta=12s`."""
-    eta = "" if place.eta is None else f" eta={max(1, math.ceil(place.eta))}s"
-    return f": queued position={place.position}{eta}\n".encode()
 
 
 def encode(body: Mapping[str, Any] | str) -> bytes:

@@ -74,6 +74,8 @@ _LATENT: dict[str, Any] = {
     "qk_nope_head_dim": 24,
     "v_head_dim": 20,
 }
+# Of sizes that the native step of CPUs supports.
+_WHOLE_LATENT = {**_LATENT, "qk_nope_head_dim": 32, "v_head_dim": 16}
 # With 32 heads two keys hardly ever have equal scores.
 _INDEX: dict[str, Any] = {"index_n_heads": 32, "index_head_dim": 24, "index_topk": 9}
 _DELTA: dict[str, Any] = {
@@ -591,7 +593,7 @@ SHAPES: dict[str, Shape] = {
         {
             "text_config": {
                 **_ROUTED,
-                **_LATENT,
+                **_WHOLE_LATENT,
                 "n_group": 1,
                 "topk_group": 1,
                 "rope_parameters": {**_YARN, "mscale": 1.0, "mscale_all_dim": 1.0},
@@ -758,17 +760,22 @@ SHAPES: dict[str, Shape] = {
     ),
     "deepseek-v2": Shape(
         "DeepseekV2Config",
-        {**_ROUTED, **_LATENT, "topk_method": "group_limited_greedy", "norm_topk_prob": False},
+        {
+            **_ROUTED,
+            **_WHOLE_LATENT,
+            "topk_method": "group_limited_greedy",
+            "norm_topk_prob": False,
+        },
     ),
     "deepseek-v2-lite": Shape(
         "DeepseekV2Config",
-        {**_ROUTED, **_LATENT, "q_lora_rank": None, "norm_topk_prob": False},
+        {**_ROUTED, **_WHOLE_LATENT, "q_lora_rank": None, "norm_topk_prob": False},
     ),
     "deepseek-v3": Shape(
         "DeepseekV3Config",
         {
             **_ROUTED,
-            **_LATENT,
+            **_WHOLE_LATENT,
             "rope_parameters": {**_YARN, "mscale": 1.0, "mscale_all_dim": 0.7},
         },
     ),
@@ -806,7 +813,7 @@ SHAPES: dict[str, Shape] = {
             "routed_scaling_factor": 1.7,
         },
     ),
-    "glm4-moe-lite": Shape("Glm4MoeLiteConfig", {**_ROUTED, **_LATENT}),
+    "glm4-moe-lite": Shape("Glm4MoeLiteConfig", {**_ROUTED, **_WHOLE_LATENT}),
     "minimax-m2": Shape(
         "MiniMaxM2Config",
         {

@@ -60,8 +60,9 @@ class ScriptedEngine:
         self.cancelled = asyncio.Event()
         self.cancellations: list[str] = []
         self.statuses: list[EngineStatus] = [engine_status()]
-        self.unreachable: HeadraceError | None = None
+        self.unreachable: Exception | None = None
         self.waiting_at: QueuePosition | None = None
+        self.positions_read: list[list[str]] = []
 
     def say(self, text: str, *, eos: bool = True) -> Script:
         """A script that answers `text`: one token in each delta, choices in turn.
@@ -110,10 +111,13 @@ class ScriptedEngine:
     async def canary_plan(self, model: str) -> CanaryPlan:
         return CanaryPlan()
 
-    async def queue_position(self, request_id: str, model: str) -> QueuePosition | None:
+    async def queue_positions(
+        self, request_ids: Sequence[str], model: str
+    ) -> list[QueuePosition | None]:
         if self.unreachable is not None:
             raise self.unreachable
-        return self.waiting_at
+        self.positions_read.append(list(request_ids))
+        return [self.waiting_at] * len(request_ids)
 
     async def depth(self, model: str) -> QueueDepth:
         return QueueDepth(waiting=0, waiting_tokens=0, pending=0, oldest_age=0.0)

@@ -3,6 +3,7 @@
 from headrace_common.observability.telemetry import disabled
 from headrace_common.protocol.base import EngineQueue
 from headrace_engine.engine.engine import Engine
+from headrace_engine.serving.adapter_loading import AdapterLoading
 from headrace_engine.serving.worker import Worker, WorkerConfig
 
 from .backends import MODEL
@@ -16,6 +17,7 @@ def make_worker(
     max_num_seqs: int = 8,
     lookahead: int = 0,
     low_priority_share: float = 1.0,
+    adapters: AdapterLoading | None = None,
 ) -> Worker:
     config = WorkerConfig(
         model=MODEL,
@@ -26,4 +28,4 @@ def make_worker(
         low_priority_share=low_priority_share,
         version="test",
     )
-    return Worker(config, queue, engine, disabled())
+    return Worker(config, queue, engine, disabled(), adapters=adapters)

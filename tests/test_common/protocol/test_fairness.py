@@ -208,18 +208,16 @@ async def test_a_waiting_request_has_a_position(backend: Backend) -> None:
     (light,) = await queued(gateway, "light", 1)
     hi = make_request(priority=-1)
     await gateway.admit(hi, LIMITS)
-    places = [
-        await gateway.queue_position(rid, MODEL)
-        for rid in (hi.request_id, heavy[0], light, heavy[9])
-    ]
+    ids = [hi.request_id, heavy[0], light, heavy[9]]
+    places = await gateway.queue_positions(ids, MODEL)
     assert [place.position for place in places if place is not None] == [1, 2, 3, 12]
     assert places[0] is not None and places[0].eta is None
     (lease,) = await engine.take(1)
     await served(engine, lease, 1)
-    assert await gateway.queue_position(hi.request_id, MODEL) is None
-    place = await gateway.queue_position(light, MODEL)
+    places = await gateway.queue_positions([hi.request_id, light, "0.unknown"], MODEL)
+    unqueued, place, unknown = places
+    assert unqueued is unknown is None
     assert place is not None and place.position == 2 and place.eta is not None and place.eta > 0
-    assert await gateway.queue_position("0.unknown", MODEL) is None
 
 
 async def test_the_oldest_request_is_found_in_the_lists(over_redis: OverRedis) -> None:

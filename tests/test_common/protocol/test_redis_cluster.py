@@ -91,7 +91,7 @@ async def use_everything(redis_backend: OverRedis) -> None:
     request, other = replace(make_request(), images=(picture,)), make_request()
     for item in (request, other):
         await gateway.admit(item, LIMITS)
-    assert (await gateway.queue_position(other.request_id, MODEL)) is not None
+    assert (await gateway.queue_positions([other.request_id], MODEL)) != [None]
     await replay(QueueAdmin(redis_backend.connection), other.request_id)
     (lease, _) = await engine.take(2)
     rid = lease.request.request_id

@@ -370,7 +370,7 @@ async def test_a_queue_position_counts_requests_of_other_shards(backend: Backend
     await engine.start()
     first, *_ = await admit(backend, 0, 0, 0, 1, 2, 2, 2, 2)
     (last,) = await admit(backend, 0)
-    places = [await gateway.queue_position(rid, MODEL) for rid in (first, last)]
+    places = await gateway.queue_positions([first, last], MODEL)
     assert [place and place.position for place in places] == [1, 1 + 3 + 1 + 3]
 
 

@@ -74,12 +74,18 @@ def bits(results: Results) -> dict[str, Bits]:
 
 @pytest.mark.skipif("cpu" not in cpu_backends(), reason="no native kernels")
 @pytest.mark.parametrize(
-    ("dtype", "quantization"), [("bfloat16", "none"), ("float32", "none"), ("bfloat16", "int8")]
+    ("name", "dtype", "quantization"),
+    [
+        ("qwen2", "bfloat16", "none"),
+        ("qwen2", "float32", "none"),
+        ("qwen2", "bfloat16", "int8"),
+        ("deepseek-v3", "bfloat16", "none"),
+    ],
 )
 def test_a_request_has_the_same_bits_in_any_batch(
-    dtype: str, quantization: str, tmp_path: Path
+    name: str, dtype: str, quantization: str, tmp_path: Path
 ) -> None:
-    folder = save_checkpoint(tmp_path, "qwen2", max_position_embeddings=2048)
+    folder = save_checkpoint(tmp_path, name, max_position_embeddings=2048)
     options = {"dtype": dtype, "quantization": quantization}
     runner = ModelRunner(config(folder, threads=2, **options))
     work = workload()

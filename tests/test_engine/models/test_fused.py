@@ -65,6 +65,9 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "ernie4_5-moe": {},
     "llama4": {},
     "llama4-two": {},
+    "deepseek-v2-lite": {},
+    "deepseek-v3": {"kv_lora_rank": 80},
+    "glm4-moe-lite": {},
 }
 
 
@@ -174,7 +177,7 @@ def test_all_families_give_the_logits_of_plain_torch_in_one_call_and_layer_by_la
     torch.testing.assert_close(found, plain.logits(name, MIXED), atol=2e-4, rtol=2e-4)
 
 
-@pytest.mark.parametrize("name", ["llama", "qwen3", "gemma2", "mixtral"])
+@pytest.mark.parametrize("name", ["llama", "qwen3", "gemma2", "mixtral", "deepseek-v3"])
 def test_bfloat16_logits_are_as_exact_as_plain_torch(name: str, isa: str, plain: Plain) -> None:
     exact = plain.logits(name, PREFILL, "bfloat16", "float32")
     rounded = plain.logits(name, PREFILL, "bfloat16", "bfloat16")

@@ -110,15 +110,10 @@ FOREIGN = ["gpt_neox", "gpt2", "gemma4-multimodal", "gemma4-small"]
 # Without a native call for a whole step.
 LAYERED = [
     "mimo-v2",
-    "deepseek-v2",
-    "deepseek-v2-lite",
-    "deepseek-v3",
-    "kimi-k25-multimodal",
     "deepseek-v32",
     "glm-moe-dsa",
     "glm-moe-dsa-shared",
     "longcat-flash",
-    "glm4-moe-lite",
     "hunyuan",
     "hunyuan-moe",
 ]

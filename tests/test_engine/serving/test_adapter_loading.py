@@ -1,6 +1,7 @@
 """An engine follows its model's set of adapters; the runner's part is a recorder."""
 
 import asyncio
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -12,9 +13,14 @@ import pytest
 from headrace_common.protocol.adapters import Adapter, AdapterSet, new_adapter
 from headrace_common.wire.messages import adapter_key
 from headrace_engine.core.errors import CheckpointError
+from headrace_engine.engine.engine import Engine
 from headrace_engine.lora.adapters import LoadedAdapter
 from headrace_engine.serving.adapter_loading import RETRY_S, AdapterLoading
 from headrace_testing.backends import MODEL, InMemory
+from headrace_testing.engine import make_config
+from headrace_testing.fake_runner import FakeRunner
+from headrace_testing.waiting import eventually
+from headrace_testing.workers import make_worker
 
 ONE, TWO = "1" * 32, "2" * 32
 
@@ -57,7 +63,7 @@ class Queue:
 
 
 class Follower:
-    """An AdapterLoading whose `keep` makes one turn for each call of `turn`."""
+    """An AdapterLoading that makes one turn and one report for each call of `turn`."""
 
     def __init__(self, folder: Path, digests: dict[str, str], **options: Any) -> None:
         self.backend, self.now = InMemory(), 0.0
@@ -73,10 +79,11 @@ class Follower:
     async def start(self) -> None:
         queue: Any = self.queue
         loop: Any = Loop()
-        await self.loading.start(queue, loop)
+        await self.loading.start(queue, loop, lambda: self.draining)
 
     async def turn(self) -> None:
-        await self.loading.turn(draining=self.draining, in_use=self.in_use)
+        await self.loading.turn(self.in_use)
+        await self.loading.report()
 
     async def change(self, change: Callable[[AdapterSet], AdapterSet]) -> None:
         new = change(self._set)
@@ -269,3 +276,46 @@ async def test_an_engine_that_drains_reports_nothing(tmp_path: Path) -> None:
 
     assert await follower.sets.reports(MODEL, ["e"]) == {}
     assert asyncio.all_tasks() == {asyncio.current_task()}
+
+
+async def test_an_engine_reports_its_adapters_while_it_fetches_another_one(tmp_path: Path) -> None:
+    fetching, go_on = threading.Event(), threading.Event()
+
+    def fetch(source: str) -> Path:
+        fetching.set()
+        assert go_on.wait(timeout=60)
+        return tmp_path / "other"
+
+    digests = {"sql": ONE, "other": TWO}
+    follower = Follower(
+        tmp_path, digests, fetch=fetch, sleep=lambda seconds: asyncio.sleep(seconds / 100)
+    )
+    ready = await follower.add("sql")
+    runner = FakeRunner()
+    queue = follower.backend.engine("e")
+    worker = make_worker(
+        Engine(make_config(), runner), queue, runner.block_size, adapters=follower.loading
+    )
+    running = asyncio.create_task(worker.run())
+
+    async def reported() -> bool:
+        return bool(await follower.sets.reports(MODEL, ["e"]))
+
+    try:
+        await eventually(reported)
+        late = await follower.add("org/sql", "late")
+        assert await asyncio.to_thread(fetching.wait, 60)
+        follower.backend.store.adapter_reports.clear()  # as after a lease
+
+        await eventually(reported)
+        assert await follower.report() == ({ready.adapter_id: ONE}, {})
+        go_on.set()
+
+        async def loaded() -> bool:
+            return late.adapter_id in (await follower.report())[0]
+
+        await eventually(loaded)
+    finally:
+        go_on.set()
+        worker.end()
+        await running

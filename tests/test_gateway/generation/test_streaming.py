@@ -1,9 +1,11 @@
 """Streams as bytes: the format on which clients and proxies rely."""
 
 import asyncio
+import gc
 import json
 import socket
 from collections.abc import AsyncIterator, Sequence
+from contextlib import AsyncExitStack
 from pathlib import Path
 
 import pytest
@@ -123,6 +125,37 @@ async def test_max_tokens_ends_with_length(gateway: Gateway) -> None:
     assert answer["usage"]["completion_tokens"] == 3
 
 
+async def test_positions_of_all_silent_streams_are_read_together(checkpoint: Path) -> None:
+    async with serve(checkpoint, keep_alive_interval=0.1) as gateway:
+        gateway.engine.gate.clear()
+        gateway.engine.waiting_at = QueuePosition(position=3, eta=None)
+        answers = asyncio.gather(*(gateway.chat(stream=True) for _ in range(3)))
+
+        async def all_read() -> bool:
+            return 3 in map(len, gateway.engine.positions_read)
+
+        await eventually(all_read)
+        gateway.engine.gate.set()
+
+        assert all(": queued position=3\n\n" in answer.text for answer in await answers)
+
+
+async def test_a_waiting_stream_keeps_nothing_of_the_framework(gateway: Gateway) -> None:
+    def frameworks() -> int:
+        return sum(isinstance(each, AsyncExitStack) for each in gc.get_objects())
+
+    before = frameworks()
+    gateway.engine.gate.clear()
+    answer = asyncio.create_task(gateway.chat(stream=True))
+
+    async def waits_alone() -> bool:
+        return bool(gateway.engine.submitted) and frameworks() == before
+
+    await eventually(waits_alone)
+    gateway.engine.gate.set()
+    assert (await answer).status_code == 200
+
+
 async def test_comments_keep_a_silent_stream_alive(checkpoint: Path) -> None:
     async with serve(checkpoint, keep_alive_interval=0.02) as gateway:
         gateway.engine.gate.clear()
@@ -134,6 +167,26 @@ async def test_comments_keep_a_silent_stream_alive(checkpoint: Path) -> None:
             rest = [line async for line in lines]
 
     assert silent == [": keep-alive", ""] * 2
+    assert rest[-2] == "data: [DONE]"
+
+
+async def test_corrupt_positions_do_not_end_the_comments(checkpoint: Path) -> None:
+    async with serve(checkpoint, keep_alive_interval=0.02) as gateway:
+        gateway.engine.gate.clear()
+        gateway.engine.waiting_at = QueuePosition(position=3, eta=None)
+        body = {"messages": [{"role": "user", "content": "x"}], "stream": True}
+        async with gateway.http.stream("POST", "/v1/chat/completions", json=body) as answer:
+            lines = answer.aiter_lines()
+            await anext(lines)
+            gateway.engine.unreachable = ValueError("a priority that is no number")
+            comments = 0
+            async for line in lines:
+                comments += line == ": keep-alive"
+                if comments == 2:
+                    break
+            gateway.engine.gate.set()
+            rest = [line async for line in lines]
+
     assert rest[-2] == "data: [DONE]"
 
 

@@ -2,7 +2,6 @@
 
 import asyncio
 import itertools
-from collections import deque
 from collections.abc import AsyncIterator, Callable
 from contextlib import suppress
 from dataclasses import replace
@@ -121,14 +120,14 @@ def test_merging_keeps_log_probabilities_with_their_tokens() -> None:
     known, unknown = Delta(0, (1,), (first_token,)), Delta(0, (3,))
     last = Delta(0, (2,), (second_token,), "length")
     both = Delta(0, (1, 2), (first_token, second_token), "length")
-    assert merged(deque([known, last])) == both
-    waiting = deque([known, unknown, unknown])
+    assert merged([known, last]) == both
+    waiting = [known, unknown, unknown]
     assert merged(waiting) == known
     assert merged(waiting) == Delta(0, (3, 3))
 
 
 def test_one_stream_does_not_delay_others() -> None:
-    waiting = deque(Delta(0, (number,)) for number in range(100))
+    waiting = [Delta(0, (number,)) for number in range(100)]
     sizes = [len(merged(waiting).token_ids) for _ in range(2)]
     assert sizes == [64, 36]
 

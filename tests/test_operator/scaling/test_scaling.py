@@ -293,12 +293,45 @@ def test_the_noise_of_a_surge_is_that_of_the_difference_between_two_means_of_arr
     assert np.std(differences[100:]) == pytest.approx(sqrt(10.0 * SURGE_NOISE), rel=0.05)
 
 
+def learned(readings: list[tuple[float, float]], *, start: float = 0.0) -> list[History]:
+    """The history after each reading of one engine: its share of running sequences, its requests a
+    second. Readings are 5 s apart."""
+    history, found = History(), []
+    for look, (share, rate) in enumerate(readings):
+        now = start + 5.0 * look
+        history = history.learn(see(1, at=now, share=share, rate=rate), POLICY, now, None)
+        found.append(history)
+    return found
+
+
+@pytest.mark.parametrize("idle", [0.02, 0.2])
+def test_a_jump_from_idle_changes_no_speed(idle: float) -> None:
+    """The engine does a request a second at full load, and less in proportion at other loads."""
+    jump = learned([(idle, idle)] * 60 + [(1.0, 1.0)] * 60)[60:]
+
+    assert [history.engine_requests for history in jump] == pytest.approx([1.0] * 60)
+    assert [history.engine_tokens for history in jump] == pytest.approx([1000.0] * 60)
+
+
+def test_speeds_of_engines_without_load_are_not_learned() -> None:
+    (*_, history) = learned([(0.02, 0.5)] * 60)
+    assert history.engine_requests is None
+
+    (*_, history) = learned([(0.5, 0.5)] * 60 + [(0.02, 0.5)] * 60)
+    assert history.engine_requests is not None
+    assert history.engine_requests < 10.0
+
+
+def test_speeds_follow_the_engine() -> None:
+    (*_, history) = learned([(0.5, 1.0)] * 60 + [(0.5, 0.25)] * 60)
+
+    assert history.engine_requests == pytest.approx(0.5, rel=0.01)
+
+
 def test_the_first_seconds_of_a_clock_that_begins_at_0_count() -> None:
     for start in (0.0, 1000.0):
-        history = History().learn(see(1, at=start), POLICY, start, None)
-        later = start + SMOOTHING / 3
-        history = history.learn(see(1, at=later, share=1.0), POLICY, later, None)
-        assert history.busy == pytest.approx(0.25)
+        (*_, history) = learned([(0.0, 1.0), (1.0, 1.0)], start=start)
+        assert history.request_rate == pytest.approx((1.0, 5.0 / (SMOOTHING + 5.0)))
 
 
 def test_steps_up_are_limited_per_period() -> None:
@@ -483,6 +516,17 @@ def test_a_policy_out_of_range_names_field_value_and_range() -> None:
 def test_an_invalid_history_is_refused() -> None:
     with pytest.raises(ValueError, match="JSON object"):
         History.from_json("[1]")
+
+
+def test_a_history_from_before_rates_were_stored_keeps_its_speeds_until_there_is_a_rate() -> None:
+    text = '{"seen_at": 5.0, "engine_requests": 2.0, "engine_tokens": 900.0, "busy": 0.5}'
+    stored = History.from_json(text)
+    assert (stored.engine_requests, stored.engine_tokens) == (2.0, 900.0)
+
+    unmeasured = stored.learn(see(1, at=10.0, share=0.5), POLICY, 10.0, None)
+    assert (unmeasured.engine_requests, unmeasured.engine_tokens) == (2.0, 900.0)
+    measured = unmeasured.learn(see(1, at=15.0, share=0.5, rate=0.6), POLICY, 15.0, None)
+    assert (measured.engine_requests, measured.engine_tokens) == pytest.approx((1.2, 1200.0))
 
 
 def test_a_backlog_before_full_engines_is_seen_at_the_first_check() -> None:

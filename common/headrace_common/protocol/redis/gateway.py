@@ -360,16 +360,25 @@ class RedisGatewayQueue:
             return False
         return self._connection.clock.now() - int(lost_at) / 1000 < LOST_RESERVED_S
 
-    async def queue_position(self, request_id: str, model: str) -> QueuePosition | None:
-        """Like GatewayQueue.queue_position; each other shard is assumed to have as many before
-        it."""
-        ahead = await requests_ahead(self._pipeline, _shard(request_id, model), request_id)
-        if ahead is None:
-            return None
-        if len(await self._all(model)) > 1:
-            own, counts = keys.shard_of(request_id), await self._waiting(model)
-            ahead += sum(min(ahead, n) for shard, n in enumerate(counts) if shard != own)
-        return QueuePosition.after(ahead, await self.drain_rate(model))
+    async def queue_positions(
+        self, request_ids: Sequence[str], model: str
+    ) -> list[QueuePosition | None]:
+        """Like GatewayQueue.queue_positions; each other shard is assumed to have as many before
+        a request."""
+        found = await requests_ahead(self._pipeline, model, request_ids)
+        if not found:
+            return [None] * len(request_ids)
+        counts = await self._waiting(model) if len(await self._all(model)) > 1 else []
+        rate = await self.drain_rate(model)
+
+        def position(request_id: str) -> QueuePosition | None:
+            if (ahead := found.get(request_id)) is None:
+                return None
+            own = keys.shard_of(request_id)
+            others = sum(min(ahead, n) for shard, n in enumerate(counts) if shard != own)
+            return QueuePosition.after(ahead + others, rate)
+
+        return list(map(position, request_ids))
 
     async def journal(self, request_id: str, model: str) -> tuple[ChoiceState, ...] | None:
         journal = JournalReader(self._pipeline, self._sealer, model)

@@ -1,37 +1,71 @@
-"""Estimates the position of a waiting request in its queue over Redis: cheap, but not exact.
+"""Estimates the positions of waiting requests in their queue over Redis: cheap, but not exact.
 
 Tenants take turns by the tokens that they will have used. That is not known yet, so the estimate
 assumes equal use.
 """
 
-from collections.abc import Awaitable, Callable
-from typing import Any
+from collections.abc import Awaitable, Callable, Sequence
+from typing import Any, NamedTuple
 
-from ...wire.keys import ShardKeys
+from ...wire.keys import ShardKeys, shard_of
 
 BLOCKED = b"p"  # as in lua/tenants.lua
 Pipeline = Callable[..., Awaitable[list[Any]]]
 
 
-async def requests_ahead(pipeline: Pipeline, shard: ShardKeys, request_id: str) -> int | None:
-    """The estimated number of requests that are taken before it; None if it does not wait.
+class _Line(NamedTuple):
+    """The requests of a priority that wait in a shard."""
 
-    `pipeline` runs commands in one round trip; its errors are raised.
+    shard: int
+    priority: int
+
+
+async def requests_ahead(
+    pipeline: Pipeline, model: str, request_ids: Sequence[str]
+) -> dict[str, int]:
+    """For each request that waits, the estimated number of those that are taken before it.
+
+    `pipeline` runs commands in one round trip; its errors are raised. There are two trips, and what
+    waiting requests have in common is read once.
     """
-    ((state, entry, priority, tenant),) = await pipeline(
-        ("HMGET", shard.record(request_id), "st", "mid", "q", "tn")
+    shards = {number: ShardKeys(model, number) for number in map(shard_of, request_ids)}
+    records = await pipeline(
+        *(
+            ("HMGET", shards[shard_of(rid)].record(rid), "st", "mid", "q", "tn")
+            for rid in request_ids
+        )
     )
-    if state != b"queued":
-        return None
-    number = int(priority)
-    ((*classes,), tenants, index) = await pipeline(
-        ("HMGET", shard.stats, "w1", "w2", "w3"),
-        ("ZCARD", shard.waiting_tenants(number)),
-        ("LPOS", shard.tenant_list(number, (tenant or b"").decode()), request_id),
+    waiting: dict[str, _Line] = {}
+    blocked: dict[str, str] = {}  # requests in their tenant's list, which is the value
+    for rid, (state, entry, priority, tenant) in zip(request_ids, records, strict=True):
+        if state == b"queued":
+            line = waiting[rid] = _Line(shard_of(rid), int(priority))
+            if entry == BLOCKED:
+                name = (tenant or b"").decode()
+                blocked[rid] = shards[line.shard].tenant_list(line.priority, name)
+    if not waiting:
+        return {}
+    lines = list(dict.fromkeys(waiting.values()))
+    counted = await pipeline(
+        *(("HMGET", shards[line.shard].stats, "w1", "w2", "w3") for line in lines),
+        *(("ZCARD", shards[line.shard].waiting_tenants(line.priority)) for line in lines),
+        *(("LPOS", name, rid) for rid, name in blocked.items()),
     )
-    waiting = [max(0, int(count or 0)) for count in classes]
-    before = 0 if entry != BLOCKED else turns_ahead(index or 0, tenants, waiting[number - 1])
-    return sum(waiting[: number - 1]) + before
+    counts, rest = counted[: len(lines)], counted[len(lines) :]
+    classes = {
+        line: [max(0, int(count or 0)) for count in found]
+        for line, found in zip(lines, counts, strict=True)
+    }
+    tenants = dict(zip(lines, rest, strict=False))
+    indices = dict(zip(blocked, rest[len(lines) :], strict=True))
+    ahead: dict[str, int] = {}
+    for rid, line in waiting.items():
+        before = 0
+        if rid in blocked:
+            most = classes[line][line.priority - 1]
+            before = turns_ahead(indices[rid] or 0, tenants[line], most)
+        ahead[rid] = sum(classes[line][: line.priority - 1]) + before
+    return ahead
 
 
 def turns_ahead(index: int, tenants: int, waiting: int) -> int:

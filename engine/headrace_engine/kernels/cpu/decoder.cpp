@@ -5,6 +5,7 @@
 #include <new>
 
 #include "executor.h"
+#include "latent.h"
 #include "packing.h"
 #include "paged.h"
 #include "router.h"
@@ -38,7 +39,8 @@ class Step {
         hidden_(decoder.hidden),
         query_(decoder.num_heads * decoder.head_dim),
         key_value_(decoder.num_kv_heads * decoder.head_dim),
-        qkv_stride_(padded(query_ + 2 * key_value_)),
+        qkv_stride_(padded(decoder.layers[0].qkv.outputs)),
+        attended_width_(decoder.layers[0].o.inputs),
         router_(pool, decoder, step.batch.num_tokens),
         experts_(pool, experts_of(decoder), step.batch.num_tokens) {}
 
@@ -57,7 +59,9 @@ class Step {
 
  private:
   bool allocate(Memory& memory) {
-    const int64_t widest = larger(larger(larger(hidden_, query_), decoder_.inner), decoder_.expert_inner);
+    const int64_t widest = larger(larger(larger(hidden_, larger(query_, qkv_stride_)), decoder_.inner),
+                                  decoder_.expert_inner);
+    const LatentSizes latent = latent_sizes();
     const int64_t residuals = tokens_ + step_.num_logits;
     const int64_t scratch_rows = tokens_ * larger(decoder_.experts_per_token, 1);
     const int64_t outputs = has_output_norms() ? tokens_ * residual_stride() : 0;
@@ -65,7 +69,9 @@ class Step {
                         Memory::bytes<float>(outputs) + Memory::bytes<float>(tokens_) +
                         Memory::bytes<Element>(tokens_ * hidden_) +
                         Memory::bytes<Element>(tokens_ * qkv_stride_) +
-                        Memory::bytes<Element>(2 * tokens_ * query_) +
+                        Memory::bytes<Element>(2 * tokens_ * attended_width_) +
+                        Memory::bytes<Element>(latent.queries) + Memory::bytes<Element>(latent.absorbed) +
+                        Memory::bytes<Element>(latent.found) + Memory::bytes<char>(latent.scratch) +
                         Memory::bytes<Element>(tokens_ * padded(2 * decoder_.inner) / 2) +
                         Router<Math>::bytes(decoder_, tokens_) +
                         Experts<Math>::bytes(experts_of(decoder_), tokens_) +
@@ -76,12 +82,30 @@ class Step {
     shares_ = memory.take<float>(tokens_);
     normed_ = memory.take<Element>(tokens_ * hidden_);
     qkv_ = memory.take<Element>(tokens_ * qkv_stride_);
-    attended_ = memory.take<Element>(2 * tokens_ * query_);
+    attended_ = memory.take<Element>(2 * tokens_ * attended_width_);
+    queries_ = memory.take<Element>(latent.queries);
+    absorbed_ = memory.take<Element>(latent.absorbed);
+    found_ = memory.take<Element>(latent.found);
+    latent_scratch_ = memory.take<char>(latent.scratch);
     gated_ = memory.take<Element>(tokens_ * padded(2 * decoder_.inner) / 2);
     router_.take(memory);
     experts_.take(memory);
     scratch_.take(memory, pool_.threads(), scratch_rows, widest);
     return true;
+  }
+
+  // Elements that attention over latents needs, and bytes of its working memory.
+  struct LatentSizes {
+    int64_t queries, absorbed, found, scratch;
+  };
+
+  LatentSizes latent_sizes() const {
+    const headrace_latent_layer* latent = decoder_.layers[0].latent;
+    if (!latent) return {};
+    const int64_t rank = latent->keys->outputs;
+    return {latent->query.weight ? tokens_ * padded(latent->query.outputs) : 0, tokens_ * query_,
+            tokens_ * decoder_.num_heads * rank,
+            pool_.threads() * LatentAttention<Math>::scratch_bytes(decoder_.head_dim, rank)};
   }
 
   // A model has them in all its layers, or in none.
@@ -141,14 +165,16 @@ class Step {
     apply(layer.qkv, &layer.o, normed_, hidden_, tokens_, [&](int64_t row, int64_t panel, const Sums& sums) {
       store_panel(qkv_ + row * qkv_stride_, panel, sums);
     });
-    if (!attend(layer, cache, batch)) return false;
+    const bool attends = layer.latent ? attend_to_latents(layer, cache, batch) : attend(layer, cache, batch);
+    if (!attends) return false;
     const Element* attended = attended_;
     int64_t rows = tokens_;
     if (last) {
       attended = select_rows();
       rows = step_.num_logits;
     }
-    add_output(layer.o, &layer.gate_up, attended, query_, rows, layer.attention_output_norm, nullptr);
+    add_output(layer.o, &layer.gate_up, attended, attended_width_, rows, layer.attention_output_norm,
+               nullptr);
     normalize(rows, layer.mlp_norm);
     if (layer.experts_gate_up) run_experts(layer, rows);
     if (layer.gate_up.weight) run_mlp(layer, rows, last ? &decoder_.lm_head : &(&layer)[1].qkv);
@@ -195,11 +221,15 @@ class Step {
     });
   }
 
+  headrace_layer shape_of(const headrace_decoder_layer& layer) const {
+    return {decoder_.num_heads,  decoder_.num_kv_heads, decoder_.head_dim,
+            decoder_.block_size, layer.window,          decoder_.is_bfloat16,
+            decoder_.kv_storage, decoder_.scale,        decoder_.attention_softcap,
+            layer.key_scale,     layer.value_scale,     layer.sinks};
+  }
+
   bool attend(const headrace_decoder_layer& layer, void* cache, const headrace_batch& batch) {
-    const headrace_layer shape = {decoder_.num_heads,  decoder_.num_kv_heads, decoder_.head_dim,
-                                  decoder_.block_size, layer.window,          decoder_.is_bfloat16,
-                                  decoder_.kv_storage, decoder_.scale,        decoder_.attention_softcap,
-                                  layer.key_scale,     layer.value_scale,    layer.sinks};
+    const headrace_layer shape = shape_of(layer);
     PagedAttention<Math> attention(attended_, qkv_, qkv_stride_, cache, batch, shape);
     const bool prepared = attention.prepare(pool_.threads());
     if (prepared) {
@@ -215,6 +245,67 @@ class Step {
                 [&](int64_t item, int) { attention.merge(attention.merges[item]); });
     }
     return prepared;
+  }
+
+  // By absorbed products, as models/decoder/latent.py explains.
+  bool attend_to_latents(const headrace_decoder_layer& layer, void* cache, const headrace_batch& batch) {
+    const headrace_latent_layer& latent = *layer.latent;
+    const int64_t heads = decoder_.num_heads, dims = decoder_.head_dim, rotated = decoder_.rotated;
+    const int64_t plain = latent.keys->inputs, rank = latent.keys->outputs, each = plain + rotated;
+    const int64_t first = layer.qkv.outputs - dims, result = latent.values->outputs;
+    const Element* queries = qkv_;
+    int64_t stride = qkv_stride_;
+    if (latent.query.weight) {
+      each_row(tokens_, first, [&](int64_t r) {
+        Element* row = qkv_ + r * qkv_stride_;
+        normalize_row(row, row, latent.query_norm, first, decoder_.latent_epsilon);
+      });
+      stride = padded(latent.query.outputs);
+      apply(latent.query, nullptr, qkv_, qkv_stride_, tokens_, [&](int64_t row, int64_t panel, const Sums& sums) {
+        store_panel(queries_ + row * stride, panel, sums);
+      });
+      queries = queries_;
+    }
+    apply_heads(latent.keys, queries, each, stride, [&](int64_t head, int64_t row, int64_t panel, const Sums& sums) {
+      store_outputs(absorbed_ + (row * heads + head) * dims, panel, rank, sums);
+    });
+    const headrace_layer shape = shape_of(layer);
+    LatentAttention<Math> attention(found_, absorbed_, heads * dims, cache, rank, batch, shape);
+    if (!attention.prepare(latent_scratch_)) return false;
+    each_row(tokens_, heads * rotated + dims, [&](int64_t r) {
+      const int64_t at = step_.positions[r] * rotated / 2;
+      for (int64_t h = 0; h < heads; ++h) {
+        Element* to = absorbed_ + (r * heads + h) * dims + rank;
+        std::memcpy(to, queries + r * stride + h * each + plain, sizeof(Element) * rotated);
+        if (layer.cos) turn(to, layer.cos + at, layer.sin + at);
+      }
+      Element* key = qkv_ + r * qkv_stride_ + first;
+      normalize_row(key, key, latent.norm, rank, decoder_.latent_epsilon);
+      if (layer.cos) turn(key + rank, layer.cos + at, layer.sin + at);
+      attention.write(r, key);
+    });
+    pool_.run(attention.item_count, [&](int64_t item, int thread) { attention.compute(item, thread); });
+    pool_.run(attention.merge_count,
+              [&](int64_t item, int) { attention.merge(attention.merges[item]); });
+    apply_heads(latent.values, found_, rank, heads * rank, [&](int64_t head, int64_t row, int64_t panel, const Sums& sums) {
+      store_outputs(attended_ + row * attended_width_ + head * result, panel, result, sums);
+    });
+    return true;
+  }
+
+  // emit(head, row, panel, sums) for the products of heads, `each` elements of a row, with their own
+  // layers of one shape.
+  template <class Emit>
+  void apply_heads(const headrace_linear* linears, const Element* data, int64_t each, int64_t stride,
+                   const Emit& emit) {
+    const Division division = divide<Math>(*linears, tokens_, pool_.threads());
+    pool_.run(division.items() * decoder_.num_heads, [&](int64_t item, int thread) {
+      const int64_t head = item / division.items();
+      const Rows<Element> rows{data + head * each, stride, tokens_};
+      apply_piece<Math>(linears[head], rows, QuantRows{}, piece_of(division, item % division.items()),
+                        nullptr, scratch_, thread,
+                        [&](int64_t row, int64_t panel, const Sums& sums) { emit(head, row, panel, sums); });
+    });
   }
 
   void rotate_heads(const headrace_decoder_layer& layer, int64_t row) {
@@ -241,11 +332,12 @@ class Step {
 
   // Moves the attended rows and the residuals of the tokens that have logits after all other rows.
   const Element* select_rows() {
-    Element* chosen = attended_ + tokens_ * query_;
+    const int64_t width = attended_width_;
+    Element* chosen = attended_ + tokens_ * width;
     float* residual = residual_ + tokens_ * residual_stride();
-    each_row(step_.num_logits, query_ + hidden_, [&](int64_t r) {
+    each_row(step_.num_logits, width + hidden_, [&](int64_t r) {
       const int64_t from = step_.logits_rows[r];
-      std::memcpy(chosen + r * query_, attended_ + from * query_, sizeof(Element) * query_);
+      std::memcpy(chosen + r * width, attended_ + from * width, sizeof(Element) * width);
       std::memcpy(residual + r * residual_stride(), residual_ + from * residual_stride(),
                   sizeof(float) * hidden_);
     });
@@ -266,25 +358,27 @@ class Step {
   Pool& pool_;
   const headrace_decoder& decoder_;
   const headrace_step& step_;
-  const int64_t tokens_, hidden_, query_, key_value_, qkv_stride_;
+  const int64_t tokens_, hidden_, query_, key_value_, qkv_stride_, attended_width_;
   float *residual_ = nullptr, *output_ = nullptr, *shares_ = nullptr;
   Element *normed_ = nullptr, *qkv_ = nullptr, *attended_ = nullptr, *gated_ = nullptr;
+  Element *queries_ = nullptr, *absorbed_ = nullptr, *found_ = nullptr;
+  char* latent_scratch_ = nullptr;
   Router<Math> router_;
   Experts<Math> experts_;
   Scratch scratch_;
 };
 
-template <class Math>
-bool run_linear(Pool& pool, Memory& memory, const headrace_linear& linear, float* output,
-                const void* rows, int64_t count) {
+template <class Math, class Output>
+bool run_linear(Pool& pool, Memory& memory, const headrace_linear& linear, void* output,
+                int64_t stride, const void* rows, int64_t count) {
   if (!memory.reserve(Scratch::bytes(pool.threads(), count, linear.inputs))) return false;
   Scratch scratch;
   scratch.take(memory, pool.threads(), count, linear.inputs);
   const auto* data = static_cast<const typename Math::Element*>(rows);
-  const int64_t stride = padded(linear.outputs);
+  auto* to = static_cast<Output*>(output);
   apply_linear<Math>(pool, linear, nullptr, Rows<typename Math::Element>{data, linear.inputs, count},
                      scratch, [&](int64_t row, int64_t panel, const Sums& sums) {
-                       store_panel(output + row * stride, panel, sums);
+                       store_outputs(to + row * stride, panel, stride, sums);
                      });
   return true;
 }
@@ -317,10 +411,12 @@ int headrace_forward(headrace_executor* executor, const headrace_decoder* decode
 }
 
 int headrace_linear_forward(headrace_executor* executor, const headrace_linear* linear,
-                            float* output, const void* rows, int64_t count, int64_t is_bfloat16) {
+                            void* output, int64_t stride, const void* rows, int64_t count,
+                            int64_t is_bfloat16, int64_t rounded) {
   using namespace headrace;
-  auto* chosen = is_bfloat16 ? &run_linear<BFloat16> : &run_linear<Float32>;
-  return chosen(executor->pool, executor->memory, *linear, output, rows, count) ? 0 : 1;
+  auto* chosen = &run_linear<Float32, float>;
+  if (is_bfloat16) chosen = rounded ? &run_linear<BFloat16, bfloat16> : &run_linear<BFloat16, float>;
+  return chosen(executor->pool, executor->memory, *linear, output, stride, rows, count) ? 0 : 1;
 }
 
 int64_t headrace_panel() { return headrace::kPanel; }

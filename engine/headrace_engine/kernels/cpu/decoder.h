@@ -50,6 +50,18 @@ struct headrace_experts {
   headrace_activation activation;
 };
 
+// A layer's attention over latents (MLA), by products with each head's own layer: `keys` make latents
+// of queries, `values` the head's result of attended latents. The layer's first product makes rows of
+// queries, latent and rotated key. If `query` has weights, it makes the queries of the first part,
+// which query_norm normalises; otherwise that is null. `norm` is the latents'.
+struct headrace_latent_layer {
+  const headrace_linear* keys;
+  const headrace_linear* values;
+  headrace_linear query;
+  const float* query_norm;
+  const float* norm;
+};
+
 // Norms are float32, and null if the model has none there: output norms come before the residual
 // sums; query and key norms are of each head, or with wide_qk_norm of all heads together. cos and
 // sin [positions, rotated / 2] are the layer's own, and null if it is not rotated. query_scales
@@ -59,6 +71,7 @@ struct headrace_experts {
 // the sigmoid of the row times shared_gate [hidden], or by 1 if that is null; without weights
 // there is none. experts_gate_up and experts_down have num_experts layers of one shape, or are
 // null. correction [num_experts] is added to the scores that choose experts; it may be null.
+// `latent` is null if attention has keys and values.
 struct headrace_decoder_layer {
   const float* input_norm;
   const float* attention_output_norm;
@@ -82,9 +95,10 @@ struct headrace_decoder_layer {
   float key_scale;  // for caches in 8-bit floats
   float value_scale;
   const float* sinks;  // as in headrace_layer
+  const headrace_latent_layer* latent;
 };
 
-// `inner` is the largest inner size of an MLP or of an expert that computes every row. Softcaps
+// With latents there is one KV head, and head_dim is a latent with the rotated key. `inner` is the largest inner size of an MLP or of an expert that computes every row. Softcaps
 // are 0 if there are none. `activation` has gates. With plain_routing experts are chosen by the
 // softmax of their logits; otherwise scores are that softmax or with `sigmoid` the logistic
 // function. A group of adjacent experts counts by the sum of its group_best (1 or 2) best corrected
@@ -121,6 +135,7 @@ struct headrace_decoder {
   int64_t kv_storage;  // as in headrace_layer
   float epsilon;
   float scale;  // of attention scores
+  float latent_epsilon;  // of the norms of headrace_latent_layer
   float attention_softcap;
   float logits_softcap;
   float embedding_scale;
@@ -156,11 +171,13 @@ HEADRACE_EXPORT void headrace_executor_destroy(headrace_executor* executor);
 HEADRACE_EXPORT int headrace_forward(headrace_executor* executor, const headrace_decoder* decoder,
                                      const headrace_step* step);
 
-// Computes one layer alone: output [count, outputs padded] in float32 of dense rows [count,
-// inputs]. Returns 0, or 1 if memory ran out.
+// Computes one layer alone: output [count, stride] of dense rows [count, inputs], in float32, or if
+// `rounded` in the rows' type. The stride is a multiple of 16 that covers the outputs and not more
+// than their panels. Returns 0, or 1 if memory ran out.
 HEADRACE_EXPORT int headrace_linear_forward(headrace_executor* executor,
-                                            const headrace_linear* linear, float* output,
-                                            const void* rows, int64_t count, int64_t is_bfloat16);
+                                            const headrace_linear* linear, void* output,
+                                            int64_t stride, const void* rows, int64_t count,
+                                            int64_t is_bfloat16, int64_t rounded);
 
 // Computes the experts of one layer: output [rows, hidden] of x [rows, hidden], both dense, and of
 // each row's experts and their weights, [rows, per_token]. Experts from `count` on add nothing.

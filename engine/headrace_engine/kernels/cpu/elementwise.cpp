@@ -83,7 +83,7 @@ const T* as(const void* memory) {
 using headrace::as;
 using headrace::bfloat16;
 
-int headrace_interface() { return 14; }
+int headrace_interface() { return 15; }
 
 int headrace_prepare() {
 #if defined(__AMX_BF16__)

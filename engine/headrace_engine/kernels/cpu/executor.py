@@ -29,6 +29,8 @@ from .structs import (
     Step,
 )
 
+# Elements of the widest vector, of which the kernels' rows must have a multiple.
+LANES = 16
 # Inputs that share a scale when activations are quantised; groups of weights are multiples of it.
 GROUP = 64
 
@@ -167,17 +169,22 @@ class Executor:
         ):
             raise MemoryError("no memory for a recurrent layer")
 
-    def linear(self, layer: PackedLinear, x: torch.Tensor) -> torch.Tensor:
-        """Computes one layer alone: x [N, in], dense, to float32 [N, out]."""
-        output = torch.empty(len(x), self.padded(layer.outputs))
+    def linear(
+        self, layer: PackedLinear, x: torch.Tensor, dtype: torch.dtype = torch.float32
+    ) -> torch.Tensor:
+        """Computes one layer alone: x [N, in], dense, to [N, out] in float32 or the dtype of x."""
+        stride = -(-layer.outputs // LANES) * LANES
+        output = torch.empty(len(x), stride, dtype=dtype)
         described = layer.describe()
         if self._kernels.linear_forward(
             self._handle,
             ctypes.addressof(described),
             output.data_ptr(),
+            stride,
             x.data_ptr(),
             len(x),
             x.dtype is torch.bfloat16,
+            dtype is x.dtype,
         ):
             raise MemoryError("no memory for a linear layer")
         return output[:, : layer.outputs]

@@ -17,7 +17,7 @@ int run(void* output, const void* query, const void* latents, void* cache, int64
   const Element* rows = static_cast<const Element*>(latents);
   LatentAttention<Math> attention(static_cast<Element*>(output), static_cast<const Element*>(query),
                                   query_stride, cache, rank, batch, layer);
-  const int64_t bytes = attention.scratch_bytes() * omp_get_max_threads();
+  const int64_t bytes = LatentAttention<Math>::scratch_bytes(layer.head_dim, rank) * omp_get_max_threads();
   if (!scratch.reserve(bytes) || !attention.prepare(scratch.take<char>(bytes))) return 1;
 #pragma omp parallel
   {

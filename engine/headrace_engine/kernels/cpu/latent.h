@@ -51,13 +51,14 @@ struct LatentAttention : WorkList<typename Math::Element> {
         own(static_cast<Element*>(cache)),
         bytes(static_cast<uint8_t*>(cache)),
         dims(int(layer.head_dim)),
-        depth((dims + kDepthStep - 1) / kDepthStep * kDepthStep) {
+        depth(int(depth_of(dims))) {
     if (storage() == Storage::kE4M3) table.template fill<E4M3>(layer.key_scale);
     if (storage() == Storage::kE5M2) table.template fill<E5M2>(layer.key_scale);
   }
 
-  // Bytes of working memory for each thread.
-  int64_t scratch_bytes() const {
+  // Bytes of working memory for each thread, of keys with `dims` elements and `width` of values.
+  static int64_t scratch_bytes(int64_t dims, int64_t width) {
+    const int64_t depth = depth_of(dims);
     return Memory::bytes<Factor>(int64_t(kChunk) * depth) +
            Memory::bytes<Factor>(kLatentRows * kChunk) + Memory::bytes<Element>(kPack * depth) +
            Memory::bytes<Element>(int64_t(kLatentRows) * depth) +
@@ -111,6 +112,10 @@ struct LatentAttention : WorkList<typename Math::Element> {
   static constexpr bool kOnTiles = false;
 #endif
 
+  static int64_t depth_of(int64_t dims) {
+    return (dims + kDepthStep - 1) / kDepthStep * kDepthStep;
+  }
+
   Storage storage() const { return Storage(layer.storage); }
 
   static int row_tiles(const Item& item) { return (item.rows + kTile - 1) / kTile; }
@@ -124,7 +129,7 @@ struct LatentAttention : WorkList<typename Math::Element> {
   }
 
   Scratch scratch_of(int thread) const {
-    char* at = scratch_ + thread * scratch_bytes();
+    char* at = scratch_ + thread * scratch_bytes(dims, width);
     Scratch made;
     made.keys = take<Factor>(at, int64_t(kChunk) * depth);
     made.weights = take<Factor>(at, kLatentRows * kChunk);

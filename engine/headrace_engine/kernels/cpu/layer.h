@@ -86,6 +86,13 @@ inline void store_panel(T* row, int64_t panel, const Sums& sums) {
   for (int c = 0; c < kColumns; ++c) store(row + panel * kPanel + c * kLanes, sums.at[c]);
 }
 
+// Like store_panel, in rows of `outputs` elements, a multiple of a vector.
+template <class T>
+inline void store_outputs(T* row, int64_t panel, int64_t outputs, const Sums& sums) {
+  for (int c = 0; c < kColumns && panel * kPanel + c * kLanes < outputs; ++c)
+    store(row + panel * kPanel + c * kLanes, sums.at[c]);
+}
+
 inline void add_panel(float* row, int64_t panel, const Sums& sums, float factor) {
   float* to = row + panel * kPanel;
   for (int c = 0; c < kColumns; ++c)

@@ -13,7 +13,7 @@ import torch
 
 from .build import library_path, runnable_sets
 
-INTERFACE = 14
+INTERFACE = 15
 FORCE_ISA = "HEADRACE_CPU_ISA"
 DTYPES = (torch.float32, torch.bfloat16)
 
@@ -61,7 +61,7 @@ class Kernels:
         self.executor_destroy = self._bind("executor_destroy", None, _POINTER)
         self.forward = self._bind("forward", ctypes.c_int, *[_POINTER] * 3)
         self.linear_forward = self._bind(
-            "linear_forward", ctypes.c_int, *[_POINTER] * 4, *[_INT] * 2
+            "linear_forward", ctypes.c_int, *[_POINTER] * 3, _INT, _POINTER, *[_INT] * 3
         )
         self.experts_forward = self._bind(
             "experts_forward", ctypes.c_int, *[_POINTER] * 6, *[_INT] * 2

@@ -87,6 +87,18 @@ class Experts(ctypes.Structure):
     ]
 
 
+class LatentLayer(ctypes.Structure):
+    """`headrace_latent_layer` of decoder.h."""
+
+    _fields_ = [
+        ("keys", _POINTER),
+        ("values", _POINTER),
+        ("query", Linear),
+        ("query_norm", _POINTER),
+        ("norm", _POINTER),
+    ]
+
+
 class DecoderLayer(ctypes.Structure):
     """`headrace_decoder_layer` of decoder.h."""
 
@@ -113,6 +125,7 @@ class DecoderLayer(ctypes.Structure):
         ("key_scale", _FLOAT),
         ("value_scale", _FLOAT),
         ("sinks", _POINTER),
+        ("latent", _POINTER),
     ]
 
 
@@ -150,6 +163,7 @@ class Decoder(ctypes.Structure):
         ("kv_storage", _INT),
         ("epsilon", _FLOAT),
         ("scale", _FLOAT),
+        ("latent_epsilon", _FLOAT),
         ("attention_softcap", _FLOAT),
         ("logits_softcap", _FLOAT),
         ("embedding_scale", _FLOAT),

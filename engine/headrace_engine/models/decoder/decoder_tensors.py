@@ -42,6 +42,14 @@ class NormNames:
         return cls("input_layernorm.weight", attention, mlp, after)
 
 
+def first_product(config: ModelConfig) -> tuple[str, ...]:
+    """The matrices of a layer's first product, which are stacked."""
+    if config.latent is None:
+        return ("q_proj", "k_proj", "v_proj")
+    query = "q_proj" if config.latent.query_rank is None else "q_a_proj"
+    return (query, "kv_a_proj_with_mqa")
+
+
 def _layer_tensors(config: ModelConfig, index: int) -> dict[str, Shape]:
     hidden, dim = config.hidden_size, config.head_dim
     heads, kv_heads, width = config.num_heads, config.kv_heads(index), config.value_width

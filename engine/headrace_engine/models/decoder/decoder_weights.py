@@ -31,8 +31,14 @@ from ...layers.layers import ActivatedLinear, Linear
 from ...operators.base import Ops, QKNorm, gelu_tanh_mul
 from ..linear.linear_maker import LinearMaker
 from ..weights.weights import WeightReader
-from .decoder_tensors import SHORTCUT, NormNames, expected_tensors, ignored_tensors
-from .latent import IndexWeights, LatentWeights
+from .decoder_tensors import (
+    SHORTCUT,
+    NormNames,
+    expected_tensors,
+    first_product,
+    ignored_tensors,
+)
+from .latent import IndexWeights, LatentWeights, divide_heads
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,7 +158,7 @@ class _LayerReader:
             mlp_norm=self._norm_of(prefix, norms.before_mlp),
             attention_output_norm=self._norm_of(prefix, norms.after_attention),
             mlp_output_norm=self._norm_of(prefix, norms.after_mlp),
-            qkv=self._linear(attention, _first_product(config), config.qkv_bias),
+            qkv=self._linear(attention, first_product(config), config.qkv_bias),
             latent=None if config.latent is None else self._latent(attention, config.latent, index),
             qk_norm=None if config.wide_qk_norm or config.rotated_qk_norm else qk_norm,
             wide_qk_norm=qk_norm if config.wide_qk_norm else None,
@@ -189,16 +195,15 @@ class _LayerReader:
         )
 
     def _latent(self, prefix: str, latent: LatentConfig, layer: int) -> LatentWeights:
-        expanded = self._reader.read(f"{prefix}kv_b_proj.weight")
-        heads = expanded.view(-1, latent.plain + latent.value, latent.rank)
+        keys, values = divide_heads(latent, self._reader.read(f"{prefix}kv_b_proj.weight"))
         has_query, index = latent.query_rank is not None, self._config.index_of(layer)
         return LatentWeights(
             config=latent,
             query=self._linear(prefix, ("q_b_proj",), False) if has_query else None,
             query_norm=self.norm(f"{prefix}q_a_layernorm.weight") if has_query else None,
             norm=self.norm(f"{prefix}kv_a_layernorm.weight") * latent.factor,
-            keys=heads[:, : latent.plain].contiguous(),
-            values=heads[:, latent.plain :].transpose(1, 2).contiguous(),
+            keys=keys.contiguous(),
+            values=values.transpose(1, 2).contiguous(),
             index=None if index is None else self._index(f"{prefix}indexer.", index),
         )
 
@@ -298,14 +303,6 @@ class _LayerReader:
             tuple(f"{prefix}{name}.bias" for name in names) if bias else (),
             exact,
         )
-
-
-def _first_product(config: ModelConfig) -> tuple[str, ...]:
-    """The matrices of a layer's first product, which are stacked."""
-    if config.latent is None:
-        return ("q_proj", "k_proj", "v_proj")
-    query = "q_proj" if config.latent.query_rank is None else "q_a_proj"
-    return (query, "kv_a_proj_with_mqa")
 
 
 def _names(prefix: str, *matrices: str) -> Names:

@@ -14,6 +14,7 @@ from ...attention.cpu import STORAGES, CpuBackend, LayerBatches, describe
 from ...checkpoints.config import ModelConfig
 from ...core.attention_backend import AttentionBackend, LayerCache
 from ...kernels.cpu import structs
+from ...kernels.cpu.executor import LANES
 from ...lora.shapes import LayerShapes, lora_shapes
 from ...operators.cpu import NativeOps
 from ..base import ForwardBatch, kv_shapes
@@ -23,9 +24,6 @@ from .decoder_tensors import expected_tensors, ignored_tensors
 from .fused_layers import layered_weights
 from .fused_weights import FusedWeights
 from .positions import PositionTables
-
-# Rows of the kernels must be a multiple of this: the widest vector.
-LANES = 16
 
 
 class FusedDecoder:
@@ -111,7 +109,7 @@ class FusedDecoder:
         """Addresses of the layers' caches, computed again only if the caches have changed."""
         if self._caches is None or self._caches[0] is not caches:
             pointers = [cache[0].data_ptr() for cache in caches]
-            self._decoder.block_size = caches[0][1].shape[1]
+            self._decoder.block_size = caches[0][-1].shape[1]
             self._decoder.kv_storage = STORAGES.get(caches[0][0].dtype, 0)
             self._caches = caches, (ctypes.c_void_p * len(pointers))(*pointers)
         return self._caches[1]
@@ -122,9 +120,11 @@ def fits(config: ModelConfig, attention: CpuBackend, dtype: torch.dtype) -> bool
     widths = [config.hidden_size, config.intermediate_size]
     if config.experts is not None:
         widths += [config.experts.intermediate_size, config.experts.shared_size or 0]
-    usual = config.latent is None and not config.rotated_qk_norm and config.has_equal_heads
-    return (
-        usual
-        and attention.is_native(dtype, config.head_dim)
-        and not any(width % LANES for width in widths)
-    )
+    latent, usual = config.latent, not config.rotated_qk_norm and config.has_equal_heads
+    if latent is None:
+        native = attention.is_native(dtype, config.head_dim)
+    else:
+        widths += [latent.plain, latent.rotary, latent.value, latent.query_rank or 0]
+        usual = latent.index is None and not config.has_shortcut(0)
+        native = attention.is_native_latent(dtype, config.head_dim, latent.rank)
+    return usual and native and not any(width % LANES for width in widths)

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 import torch
 
 from ...checkpoints.config import ModelConfig
+from ...kernels.cpu.executor import PackedLinear
 from ...layers.expert_weights import ExpertWeights, Names
 from ...layers.layers import Linear, PlainLinear
 from ...operators.cpu import NativeOps
@@ -40,7 +41,18 @@ class PackedLayers:
     def read(self, name: str) -> torch.Tensor:
         if name in self._weights.tensors:
             return self._weights.tensors[name]
+        if name in self._weights.heads:
+            keys, values = map(self._unpack_heads, self._weights.heads[name])
+            return torch.cat((keys.transpose(1, 2), values), dim=1).flatten(0, 1)
         return self._executor.unpack(self._weights.linears[name,], self._weights.dtype)
+
+    def _unpack_heads(self, heads: Sequence[PackedLinear]) -> torch.Tensor:
+        """The weights [heads, out, in] of layers that keep the type of the others: their products
+        with unit vectors are exact."""
+        dtype = self._weights.dtype
+        units = torch.eye(heads[0].inputs, dtype=dtype)
+        rows = [self._executor.linear(head, units).T for head in heads]
+        return torch.stack(rows).to(dtype)
 
     def read_float32(self, name: str) -> torch.Tensor:
         return self._weights.tensors[name].float()

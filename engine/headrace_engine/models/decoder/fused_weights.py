@@ -6,17 +6,19 @@ to. Computes nothing.
 
 import ctypes
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 
-from ...checkpoints.config import ExpertsConfig, ModelConfig
+from ...checkpoints.config import ExpertsConfig, LatentConfig, ModelConfig
 from ...kernels.cpu import structs
 from ...kernels.cpu.blocks import KINDS
 from ...kernels.cpu.executor import Executor, PackedLinear, pointer
 from ...layers.mxfp4_weight import MXFP4Weight
 from ..linear.linear_maker import four_bits
 from ..weights.weights import WeightReader
-from .decoder_tensors import NormNames
+from .decoder_tensors import NormNames, first_product
+from .latent import EPSILON, divide_heads
 from .positions import PositionTables
 
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
@@ -34,7 +36,8 @@ class FusedWeights:
 
     `tensors` are the embedding, norms and gates of shared experts as in the checkpoint, by name;
     `linears` the packed layers by the names of their matrices, among them the embedding if it is in
-    blocks.
+    blocks. `heads` has each head's layer before and after attention to latents, by the name of the
+    matrix of both.
     """
 
     def __init__(
@@ -49,7 +52,8 @@ class FusedWeights:
         self._positions, self._quantize, self.dtype = positions, quantize, reader.dtype
         self.tensors: dict[str, torch.Tensor] = {}
         self.linears: dict[tuple[str, ...], PackedLinear] = {}
-        self._kept: list[torch.Tensor | ctypes.Array[structs.Linear]] = []
+        self.heads: dict[str, tuple[list[PackedLinear], list[PackedLinear]]] = {}
+        self._kept: list[torch.Tensor | ctypes.Array[structs.Linear] | structs.LatentLayer] = []
         self._layers: ctypes.Array[structs.DecoderLayer] | None = None
 
     def describe(self) -> structs.Decoder:
@@ -74,13 +78,14 @@ class FusedWeights:
             num_heads=config.num_heads,
             num_kv_heads=config.num_kv_heads,
             head_dim=config.head_dim,
-            rotated=config.rope.rotated(config.head_dim),
+            rotated=config.rope.rotated(config.rotary_dim),
             interleaved=config.interleaved,
             wide_qk_norm=config.wide_qk_norm,
             activation=_activation(config),
             is_bfloat16=dtype is torch.bfloat16,
             epsilon=config.rms_norm_eps,
             scale=config.scale,
+            latent_epsilon=EPSILON,
             attention_softcap=config.attention_softcap or 0.0,
             logits_softcap=config.logits_softcap or 0.0,
             embedding_scale=_embedding_scale(config, dtype),
@@ -116,7 +121,7 @@ class FusedWeights:
     def _layer(self, index: int) -> structs.DecoderLayer:
         config, prefix = self._config, f"model.layers.{index}."
         attention = f"{prefix}self_attn."
-        qkv = (f"{attention}q_proj", f"{attention}k_proj", f"{attention}v_proj")
+        qkv = tuple(f"{attention}{name}" for name in first_product(config))
         norms = NormNames.of(config)
         rotary = self._positions.rotary(index)
         cos, sin = (None, None) if rotary is None else rotary.tables
@@ -140,9 +145,30 @@ class FusedWeights:
             sinks=self._keep(self._read(f"{attention}sinks").float())
             if config.has_sinks(index)
             else None,
+            latent=None if config.latent is None else self._latent(attention, config.latent),
         )
         self._add_feed_forward(layer, f"{prefix}mlp.", index)
         return layer
+
+    def _latent(self, attention: str, latent: LatentConfig) -> int:
+        name = f"{attention}kv_b_proj.weight"
+        keys, values = divide_heads(latent, self._reader.read(name))
+        packed = (self._pack_heads(keys.transpose(1, 2)), self._pack_heads(values))
+        self.heads[name] = packed
+        described = structs.LatentLayer(
+            keys=self._array([layer.describe() for layer in packed[0]]),
+            values=self._array([layer.describe() for layer in packed[1]]),
+            norm=self._norm(f"{attention}kv_a_layernorm.weight", 1 / latent.factor),
+        )
+        if latent.query_rank is not None:
+            described.query = self._packed((f"{attention}q_b_proj",), False, self._quantize)
+            described.query_norm = self._norm(f"{attention}q_a_layernorm.weight")
+        self._kept.append(described)
+        return ctypes.addressof(described)
+
+    def _pack_heads(self, weights: torch.Tensor) -> list[PackedLinear]:
+        pack = partial(self._executor.pack, biases=[], quantize=False)
+        return [pack([weight]) for weight in weights.contiguous()]
 
     def _qk_norms(self, attention: str, index: int) -> tuple[int | None, int | None]:
         """The weights of a layer's query and key norms; None if it has none."""

@@ -60,6 +60,13 @@ class LatentWeights:
     index: IndexWeights | None = None
 
 
+def divide_heads(config: LatentConfig, expanded: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """The matrices of the heads' keys [H, plain, rank] and values [H, value, rank] in the stored
+    matrix that makes both."""
+    heads = expanded.view(-1, config.plain + config.value, config.rank)
+    return heads[:, : config.plain], heads[:, config.plain :]
+
+
 class LatentAttention:
     """Computes the attention of a step's layers, one after the other."""
 

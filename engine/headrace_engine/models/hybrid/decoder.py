@@ -85,7 +85,7 @@ class HybridDecoder:
             x = x.float()
         for part in weights.parts:
             added = part.layer(self._ops.rms_norm(x.to(dtype), part.norm, weights.eps), step)
-            x = x + self._join(added) * part.multiplier
+            x = torch.add(x, self._join(added), alpha=part.multiplier)
         rows = x.index_select(0, batch.logits_rows).to(dtype)
         return self._ops.rms_norm(rows, weights.norm, weights.eps)
 

@@ -23,7 +23,7 @@ from ...operators.recurrent import (
     recurrences_of,
 )
 from ..base import KVShape
-from ..decoder.latent import LatentAttention, LatentWeights
+from ..decoder.latent import LatentAttention, LatentWeights, divide_heads
 from ..decoder.positions import LayerPositions
 from ..parallel import Shard
 from .decoder import HybridWeights, ResidualPart
@@ -226,8 +226,7 @@ class KimiLinear(Family):
         norm = tensors.tensor(f"{prefix}kv_a_layernorm.weight", latent.rank)
         expanded = self.heads * (latent.plain + latent.value)
         both = tensors.tensor(f"{prefix}kv_b_proj.weight", expanded, latent.rank)
-        heads = both.view(self.heads, latent.plain + latent.value, latent.rank)
-        values = self.heads * latent.value
+        keys, values = divide_heads(latent, both)
         return LatentAttentionLayer(
             index=index,
             product=product,
@@ -236,10 +235,10 @@ class KimiLinear(Family):
                 query=query,
                 query_norm=query_norm,
                 norm=norm,
-                keys=heads[:, : latent.plain].contiguous(),
-                values=heads[:, latent.plain :].transpose(1, 2).contiguous(),
+                keys=keys.contiguous(),
+                values=values.transpose(1, 2).contiguous(),
             ),
-            output=tensors.linear({f"{prefix}o_proj": hidden}, values),
+            output=tensors.linear({f"{prefix}o_proj": hidden}, self.heads * latent.value),
             params=LayerParams(scale=float(latent.query_width**-0.5)),
             attention=LatentAttention(parts.ops, latent_backend(parts.attention), False),
         )

@@ -13,7 +13,7 @@ from torch.nn import functional as F
 
 from ...core.errors import ConfigError
 from ...kernels.cpu.blocks import KINDS
-from ...kernels.cpu.executor import GROUP, Executor
+from ...kernels.cpu.executor import GROUP, LANES, Executor
 from ...kernels.cpu.library import DTYPES
 from ...layers.expert_weights import (
     ExpertWeights,
@@ -32,8 +32,6 @@ from ...operators.cpu import NativeOps
 from ..weights.weights import WeightReader
 from .native_linear import NativeLinear
 
-# Rows of the kernels must be a multiple of this: the widest vector.
-LANES = 16
 Part = TypeVar("Part", QuantizedWeight, Float8Weight)
 
 NO_INT8 = (

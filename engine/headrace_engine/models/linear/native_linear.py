@@ -24,8 +24,8 @@ class NativeLinear:
         if x.numel() == 0:
             return x.new_empty(*x.shape[:-1], self._layer.outputs)
         rows = x.reshape(-1, x.shape[-1]).contiguous()
-        product = self.product(rows).to(x.dtype).contiguous()
-        return product.view(*x.shape[:-1], -1)
+        product = self._executor.linear(self._layer, rows, x.dtype)
+        return product.reshape(*x.shape[:-1], -1)
 
     def product(self, rows: torch.Tensor) -> torch.Tensor:
         """float32 [N, out] of dense rows [N, in], as a whole step's logits are."""

@@ -171,7 +171,12 @@ class MemoryGatewayQueue:
             record.given = record.given or record.state == "done"
         return await self.request_status(request_id, model)
 
-    async def queue_position(self, request_id: str, model: str) -> QueuePosition | None:
+    async def queue_positions(
+        self, request_ids: Sequence[str], model: str
+    ) -> list[QueuePosition | None]:
+        return [await self._queue_position(request_id, model) for request_id in request_ids]
+
+    async def _queue_position(self, request_id: str, model: str) -> QueuePosition | None:
         own, higher = _shard(self._backend, request_id, model), 0
         others = [shard for shard in self._backend.shards_of(model) if shard is not own]
         for queue in own.waiting.values():

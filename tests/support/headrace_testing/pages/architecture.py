@@ -111,7 +111,7 @@ HANG_UP = (
 TAKEOVER = (
     Stop(
         f"{_GATEWAY}/queue_client/watchdog.py",
-        "_check",
+        "_is_silent",
         "notices that nothing is heard of the engine",
     ),
     Stop(
