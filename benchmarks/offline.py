@@ -2,7 +2,7 @@
 
     python benchmarks/offline.py [--model DIR | --shape llama] [--requests 64] [--rounds 3]
         [--peers transformers-static,transformers-continuous]
-        [--features int8,prefix-caching,ngram,async-scheduling,everything] [--json FILE]
+        [--features int8,prefix-caching,ngram,lora,async-scheduling,everything] [--json FILE]
 
 Every engine runs in a process of its own, so that each has its own threads and memory, and they
 take turns: one round each, then the next. Prompts have 16-512 tokens, outputs 16-128, greedy, the

@@ -44,6 +44,8 @@ FEATURES: Mapping[str, Feature] = {
     "ngram": Feature(
         "repetitive", {"speculative_config": {"method": "ngram", "num_speculative_tokens": 5}}
     ),
+    # No request has an adapter: what it costs that one could have.
+    "lora": Feature("single", {"enable_lora": True}),
     "async-scheduling": Feature("mixed", {"async_scheduling": True}, {"async_scheduling": False}),
     "everything": Feature(
         "mixed",

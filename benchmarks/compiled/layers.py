@@ -16,7 +16,7 @@ from headrace_engine.layers.feed_forward import GatedMLP, SharedExpert
 from headrace_engine.layers.layers import PlainLinear
 from headrace_engine.lora import tiles
 from headrace_engine.lora.batch import LayerLoRA, LoRALimits
-from headrace_engine.lora.experts import GATE_AND_UP, LoRAExperts
+from headrace_engine.lora.experts import LoRAExperts
 from headrace_engine.lora.shapes import mixture_shapes
 from headrace_engine.operators import triton as triton_ops
 from headrace_engine.operators.base import HeadShape, QKNorm
@@ -112,9 +112,8 @@ def _to_meta(arrays: Sequence[Array]) -> list[torch.Tensor]:
 
 def expert_lora(shape: ModelShape, config: ExpertsConfig, tokens: int, rank: int) -> LayerLoRA:
     """Adapters of all experts of a layer."""
-    ranks = {"experts_gate_up": GATE_AND_UP * rank, "experts_down": rank}
     experts = {
-        name: LoRAExperts(one, 2, ranks[name], shape.dtype, META)
+        name: LoRAExperts(one, 2, one.matrices * rank, shape.dtype, META)
         for name, one in mixture_shapes(shape.hidden, config).items()
         if one.experts
     }

@@ -12,9 +12,6 @@ from .linear import Part, SlotMatrices
 from .modules import Factors
 from .shapes import LinearShape
 
-# Gate and up together need twice the largest rank.
-GATE_AND_UP = 2
-
 
 class LinearAdapters(Protocol):
     """The adapters' matrices of one linear layer, or of one expert's."""

@@ -9,7 +9,6 @@ from typing import Protocol
 
 from ..core.errors import CheckpointError, ConfigError
 from .adapter_config import AdapterConfig
-from .experts import GATE_AND_UP
 from .modules import (
     FusedExpertsModule,
     LinearModule,
@@ -21,14 +20,12 @@ from .modules import (
 )
 from .shapes import LayerShapes, LinearName, LinearShape
 
-# For each matrix of an expert: the merged layer that contains it, and its index among the parts of
-# the layer's outputs.
-_EXPERT_MATRICES: Mapping[str, tuple[LinearName, int]] = {
-    "gate_proj": ("experts_gate_up", 0),
-    "up_proj": ("experts_gate_up", 1),
-    "down_proj": ("experts_down", 0),
+# For each merged layer of an expert: its matrices, in the order of its outputs. Experts without a
+# gate have only the last one.
+_EXPERT_MATRICES: Mapping[LinearName, tuple[str, ...]] = {
+    "experts_gate_up": ("gate_proj", "up_proj"),
+    "experts_down": ("down_proj",),
 }
-_PARTS_PER_EXPERT: Mapping[LinearName, int] = {"experts_gate_up": GATE_AND_UP, "experts_down": 1}
 # Names of a module's A and B in a file.
 Names = Mapping[str, str]
 
@@ -71,8 +68,8 @@ class ModuleFinder:
                     "save the adapter again"
                 )
             if place.expert >= 0:
-                linear, part = _EXPERT_MATRICES[place.name]
-                pair = self._expert_pair(path, place, names)
+                linear, part = _expert_matrices(self._shapes[place.layer])[place.name]
+                pair = self._expert_pair(path, linear, place, names)
                 experts.setdefault((place.layer, linear), []).append((place.expert, part, pair))
             elif place.is_fused_experts:
                 found.append(self._fused_experts(path, place, names))
@@ -103,8 +100,11 @@ class ModuleFinder:
 
     def _is_served(self, place: ModulePath, layers: Sequence[LayerShapes]) -> bool:
         if place.expert >= 0:
-            counts = [layer["experts_down"].experts for layer in layers if "experts_down" in layer]
-            return place.name in _EXPERT_MATRICES and any(place.expert < count for count in counts)
+            return any(
+                place.name in _expert_matrices(layer)
+                and place.expert < layer["experts_down"].experts
+                for layer in layers
+            )
         if place.is_fused_experts:
             return any("experts_down" in layer for layer in layers)
         return any(
@@ -123,26 +123,39 @@ class ModuleFinder:
                 return LinearModule(place.layer, linear, place.name, pair)
         raise AssertionError("a module that is served is in one of the layers")
 
-    def _expert_pair(self, path: str, place: ModulePath, names: Names) -> LoRAPair:
-        linear, _ = _EXPERT_MATRICES[place.name]
-        inputs, outputs = _totals(self._shapes[place.layer][linear])
+    def _expert_pair(
+        self, path: str, linear: LinearName, place: ModulePath, names: Names
+    ) -> LoRAPair:
+        shape = self._shapes[place.layer][linear]
+        inputs, outputs = _totals(shape)
         rank = self._rank(path, self._max_rank)
-        return self._pair(path, names, rank, (inputs, outputs // _PARTS_PER_EXPERT[linear]))
+        return self._pair(path, names, rank, (inputs, outputs // shape.matrices))
 
     def _fused_experts(self, path: str, place: ModulePath, names: Names) -> FusedExpertsModule:
-        """Chooses between the experts' two parameters by the sizes of A and B."""
         layer = self._shapes[place.layer]
         sizes = self._headers.shape(names["A"])[-1], self._headers.shape(names["B"])[0]
-        linear: LinearName = "experts_gate_up"
-        if sizes in (_totals(layer["experts_down"]), _totals(layer["experts_down"])[::-1]):
-            linear = "experts_down"
+        linear = self._fused_parameter(path, layer, sizes)
         shape = layer[linear]
         (name,) = shape.parts
         own, wanted = f"{path.partition('.mlp.')[0]}.{name}", _totals(shape)
         transposed = sizes == wanted[::-1] and (sizes != wanted or self._config.transposed_experts)
-        rank = self._rank(own, _PARTS_PER_EXPERT[linear] * self._max_rank)
+        rank = self._rank(own, shape.matrices * self._max_rank)
         pair = self._pair(own, names, rank, sizes if transposed else wanted, shape.experts)
         return FusedExpertsModule(place.layer, linear, name, pair, shape.experts, transposed)
+
+    def _fused_parameter(self, path: str, layer: LayerShapes, sizes: tuple[int, int]) -> LinearName:
+        """Chooses between the experts' two parameters by the sizes of A and B. Without gates one
+        has the transposed sizes of the other."""
+        down = _totals(layer["experts_down"])
+        if layer["experts_gate_up"].matrices > 1:
+            return "experts_down" if sizes in (down, down[::-1]) else "experts_gate_up"
+        if down[0] == down[1]:
+            raise CheckpointError(
+                f"{self._headers.path}: {path} may be of up_proj or of down_proj, which have the "
+                "same sizes: save an adapter with a module for each expert"
+            )
+        stored = sizes[::-1] if self._config.transposed_experts else sizes
+        return "experts_down" if stored == down else "experts_gate_up"
 
     def _per_expert(
         self, layer: int, linear: LinearName, pairs: Sequence[tuple[int, int, LoRAPair]]
@@ -151,7 +164,7 @@ class ModuleFinder:
         (name,) = shape.parts
         ranks = [
             max((pair.rank for _, part, pair in pairs if part == number), default=0)
-            for number in range(_PARTS_PER_EXPERT[linear])
+            for number in range(shape.matrices)
         ]
         return PerExpertModules(layer, linear, name, pairs, ranks, shape.experts, *_totals(shape))
 
@@ -183,6 +196,17 @@ class ModuleFinder:
         self._headers.check(names["A"], (rank * experts, inputs))
         self._headers.check(names["B"], (outputs, rank * experts))
         return LoRAPair(names["A"], names["B"], rank, self._config.scale_of(path))
+
+
+def _expert_matrices(layer: LayerShapes) -> dict[str, tuple[LinearName, int]]:
+    """For each matrix of an expert: the merged layer that contains it, and its index among those
+    side by side in the layer's outputs."""
+    return {
+        matrix: (linear, index)
+        for linear, names in _EXPERT_MATRICES.items()
+        if linear in layer
+        for index, matrix in enumerate(names[-layer[linear].matrices :])
+    }
 
 
 def _totals(shape: LinearShape) -> tuple[int, int]:

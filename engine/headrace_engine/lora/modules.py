@@ -19,11 +19,13 @@ _MODULE = re.compile(
     r"(?:model|backbone|language_model\.model|model\.language_model)\.layers\.(\d+)\.(.+)"
 )
 _EXPERT = re.compile(r"mlp\.experts\.(\d+)\.(\w+)")
-# For two parameters of one module PEFT nests two wrappers; the shapes distinguish them.
-_FUSED_EXPERTS = re.compile(r"mlp\.experts(?:\.base_layer)?")
+# For two parameters of one module PEFT nests two wrappers. The shapes distinguish them, and the two
+# modules of Granite.
+_FUSED_EXPERTS = re.compile(r"mlp\.(?:experts(?:\.base_layer)?|input_linear|output_linear)")
 # Llama's names for modules that checkpoints name otherwise.
 _RENAMED = {
     "block_sparse_moe.": "mlp.",
+    "mixer.experts": "mlp.experts",
     "mlp.gate.wg": "mlp.gate",
     "mlp.shared_experts.": "mlp.shared_expert.",
     "mlp.shared_mlp.": "mlp.shared_expert.",

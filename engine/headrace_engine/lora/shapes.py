@@ -62,7 +62,8 @@ class Columns:
 class LinearShape:
     """A merged layer, and the checkpoint's modules that it consists of. `inputs` and `outputs` are
     those of this process; `local` says which inputs these are. `experts` above 0 means that many
-    layers of this shape, one for each expert; those in `local_experts` are in this process."""
+    layers of this shape, one for each expert; those in `local_experts` are in this process. An
+    expert's outputs are those of `matrices` side by side: 2 for gate and up."""
 
     inputs: int
     outputs: int
@@ -70,6 +71,7 @@ class LinearShape:
     local: LocalPart
     experts: int = 0
     local_experts: range = range(0)
+    matrices: int = 1
 
 
 # One entry for each decoder layer.
@@ -164,8 +166,8 @@ def mixture_shapes(
         "router": _linear(hidden, {"gate": experts.count}, "mlp", cut),
     }
     if not experts.scaled_inputs:
-        shapes["experts_gate_up"] = _of_all(upper, EXPERTS_GATE_UP, experts)
-        shapes["experts_down"] = _of_all(lower, EXPERTS_DOWN, experts)
+        shapes["experts_gate_up"] = _of_all(upper, EXPERTS_GATE_UP, experts, 2)
+        shapes["experts_down"] = _of_all(lower, EXPERTS_DOWN, experts, 1)
     if shared is not None:
         block = "mlp.shared_expert"
         gated = {"gate_proj": shared, "up_proj": shared}
@@ -176,10 +178,15 @@ def mixture_shapes(
     return shapes
 
 
-def _of_all(one: LinearShape, name: str, experts: ExpertsConfig) -> LinearShape:
+def _of_all(one: LinearShape, name: str, experts: ExpertsConfig, matrices: int) -> LinearShape:
     (columns,) = one.parts.values()
-    parts = {name: columns}
-    return replace(one, parts=parts, experts=experts.count, local_experts=experts.local)
+    return replace(
+        one,
+        parts={name: columns},
+        experts=experts.count,
+        local_experts=experts.local,
+        matrices=matrices,
+    )
 
 
 def without_experts(shapes: Iterable[LayerShapes]) -> tuple[LayerShapes, ...]:

@@ -9,14 +9,10 @@ from collections.abc import Collection, Mapping, Sequence
 import torch
 
 from .adapter import AdapterWeights
-from .experts import GATE_AND_UP, LoRAExperts
+from .experts import LoRAExperts
 from .linear import LoRALinear
 from .packing import LayerWeights
 from .shapes import LayerShapes, LinearName
-
-
-def _expert_rank(name: LinearName, max_rank: int) -> int:
-    return GATE_AND_UP * max_rank if name == "experts_gate_up" else max_rank
 
 
 class LoRASlots:
@@ -40,7 +36,7 @@ class LoRASlots:
         )
         self.experts: tuple[Mapping[LinearName, LoRAExperts], ...] = tuple(
             {
-                name: LoRAExperts(shape, slots, _expert_rank(name, max_rank), dtype, device)
+                name: LoRAExperts(shape, slots, shape.matrices * max_rank, dtype, device)
                 for name, shape in layer.items()
                 if shape.experts
             }

@@ -93,6 +93,7 @@ def place_model(
         load_format=config.load_format,
         cache_dtype=stored,
         draft_head=HeadOptions.of(config),
+        enable_lora=config.enable_lora,
     )
     on_phase("weights")
     with torch.inference_mode():

@@ -28,8 +28,9 @@ class LoadOptions:
     """Where and how a model computes. `positions` is the longest context it must serve, or None for
     the checkpoint's own. With `hidden_states` the model returns those instead of logits. `shard` is
     the part of the model that this process holds; None: all of it. `cache_dtype` is the dtype of
-    stored KV; None: `dtype`. `draft_head` is the head to load with it. `tensors` are the
-    checkpoint's stored tensors, if their headers are already read."""
+    stored KV; None: `dtype`. `draft_head` is the head to load with it. With `enable_lora` steps may
+    have adapters. `tensors` are the checkpoint's stored tensors, if their headers are already
+    read."""
 
     device: torch.device
     dtype: torch.dtype
@@ -43,6 +44,7 @@ class LoadOptions:
     shard: Shard | None = None
     cache_dtype: torch.dtype | None = None
     draft_head: HeadOptions | None = None
+    enable_lora: bool = False
     tensors: Mapping[str, TensorInfo] | None = None
 
 

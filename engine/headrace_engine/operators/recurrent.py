@@ -163,7 +163,7 @@ class StateSpace(Protocol):
         """
 
 
-# Maps values [n, C] to the inputs of time steps [n, C], B and C, both [n, N].
+# Maps values [T, C] to the inputs of time steps [T, C], B and C, both [T, N].
 Selection = Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor, torch.Tensor]]
 
 
@@ -188,7 +188,8 @@ class SelectiveScan(Protocol):
         memory: StateMemory,
     ) -> torch.Tensor:
         """Advances the states of recurrent layer `layer`, and returns [T, C]. `mixed` and `gate`
-        are [T, C]; `select` gets the values that the convolution makes of `mixed`."""
+        are [T, C]; `select` is called once, with the values [T, C] that the convolution makes of
+        `mixed`."""
 
 
 class ShortConvolution(Protocol):
@@ -419,25 +420,28 @@ class TorchSelectiveScan:
         memory: StateMemory,
     ) -> torch.Tensor:
         weights = self.weights
+        # The products of a step read all its rows at once, so convolutions come first.
+        windows = list(memory.read(layer)[0])
+        convolved, after = list[torch.Tensor](), list[torch.Tensor]()
+        for run in memory.batch.runs:
+            rows, window = mixed[run.begin : run.end], windows[run.sequence]
+            output, windows[run.sequence] = weights.convolution(rows, window)
+            convolved.append(F.silu(output))
+            after.append(windows[run.sequence])
+        values, following = torch.cat(convolved), iter(after)
+        steps, b, c = select(values)
 
         def advance(
             rows: tuple[torch.Tensor, ...], state: tuple[torch.Tensor, ...]
         ) -> tuple[torch.Tensor, tuple[torch.Tensor, ...]]:
-            convolved, window = weights.convolution(rows[0], state[0])
-            values = F.silu(convolved)
-            steps, b, c = select(values)
+            own, times, own_b, own_c = rows
             outputs, matrix = selective_scan(
-                values.float(),
-                F.softplus(steps.float()),
-                -weights.a_log.exp(),
-                b.float(),
-                c.float(),
-                weights.skip,
-                state[1],
+                own, times, -weights.a_log.exp(), own_b, own_c, weights.skip, state[1]
             )
-            return outputs, (window, matrix)
+            return outputs, (next(following), matrix)
 
-        found = scan(layer, memory, (mixed,), advance)
+        inputs = (values.float(), F.softplus(steps.float()), b.float(), c.float())
+        found = scan(layer, memory, inputs, advance)
         return (found * F.silu(gate.float())).to(mixed.dtype)
 
 

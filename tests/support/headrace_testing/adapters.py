@@ -66,7 +66,7 @@ def _left_out(path: str, config: dict[str, Any]) -> bool:
 
 
 def _joined(path: str, weight: torch.Tensor, rank: int, seed: torch.Generator) -> Tensors:
-    """An adapter of a parameter [experts, out, in]. PEFT wraps down_proj around gate_up_proj."""
+    """An adapter of a parameter [experts, out, in]. PEFT wraps down_proj around the other one."""
     count, outputs, inputs = weight.shape
     block, _, parameter = path.rpartition(".")
     module = block if parameter == "down_proj" else f"{block}.base_layer"
@@ -79,11 +79,10 @@ def _joined(path: str, weight: torch.Tensor, rank: int, seed: torch.Generator) -
 def _apart(
     path: str, weight: torch.Tensor, usual: int, ranks: dict[str, int], seed: torch.Generator
 ) -> Tensors:
-    """Adapters of all experts except the first, for gate and up, or for down."""
+    """Adapters of all experts except the first, for gate and up, or for one of up and down."""
     count, outputs, inputs = weight.shape
     block, _, parameter = path.rpartition(".")
-    gated = parameter == "gate_up_proj"
-    names = ("gate_proj", "up_proj") if gated else ("down_proj",)
+    names = ("gate_proj", "up_proj") if parameter == "gate_up_proj" else (parameter,)
     tensors: Tensors = {}
     for expert, name in product(range(1, count), names):
         module = f"{block}.{expert}.{name}"
@@ -137,19 +136,23 @@ def save_merged(folder: Path, checkpoint: Path, adapter: Path) -> Path:
 
 def _merge(weights: dict[str, Any], path: str, up: torch.Tensor, down: torch.Tensor) -> None:
     """Adds B A to the weight of a module, or to the weights of its experts."""
-    block, experts, rest = path.partition(".mlp.experts")
+    block, experts, rest = path.partition(".experts")
     if not experts:
         weights[f"{path}.weight"] += up @ down
         return
     _, number, name = (*rest.split("."), "", "")[:3]
+    block += experts
+    upper = next(
+        f"{block}.{one}_proj" for one in ("gate_up", "up") if f"{block}.{one}_proj" in weights
+    )
     if not number.isdigit():
-        joined = weights[f"{block}.mlp.experts.{'gate_up' if number else 'down'}_proj"]
+        joined = weights[upper if number else f"{block}.down_proj"]
         count = len(joined)
         downs, ups = down.view(count, -1, down.shape[1]), up.view(len(up), -1, count)
         joined += torch.einsum("ore,eri->eoi", ups, downs)
         return
-    whole = weights[f"{block}.mlp.experts.{'down' if name == 'down_proj' else 'gate_up'}_proj"]
-    begin = len(up) if name == "up_proj" else 0
+    whole = weights[f"{block}.down_proj" if name == "down_proj" else upper]
+    begin = whole.shape[1] - len(up) if name == "up_proj" else 0
     whole[int(number), begin : begin + len(up)] += up @ down
 
 

@@ -118,15 +118,35 @@ def test_quantised_weights_are_cut(kind: str, tmp_path: Path) -> None:
     assert [tuple(outputs[str(at), 0].token_ids) for at in range(2)] == [p.output for p in paths]
 
 
+DELTA = ("in_proj_qkv", "in_proj_z", "in_proj_a", "in_proj_b", "out_proj")
+
+
+@pytest.mark.parametrize(
+    ("shape", "modules", "whole_experts"),
+    [
+        ("qwen3_5-moe", DELTA, False),
+        ("jamba", ("in_proj", "x_proj", "dt_proj", "out_proj"), False),
+        ("granite-hybrid", ("in_proj", "out_proj", "input_linear", "output_linear"), False),
+        ("nemotron-h-latent", ("in_proj", "out_proj", "fc2_latent_proj"), True),
+    ],
+)
 def test_adapters_are_cut(
-    checkpoint: CheckpointMaker, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    shape: str,
+    modules: tuple[str, ...],
+    whole_experts: bool,
+    checkpoint: CheckpointMaker,
+    tmp_path: Path,
 ) -> None:
     """Modules that consist of several segments, and experts in one tensor."""
-    modules = (*ALL_MODULES, "in_proj_qkv", "in_proj_z", "in_proj_a", "in_proj_b", "out_proj")
-    kinds = {"a": {"modules": modules, "seed": 2, "experts": "joined"}}
-    scene = AdapterScene(tmp_path, checkpoint("qwen3_5-moe"), kinds)
+    kind = {"modules": (*ALL_MODULES, *modules), "seed": 2, "experts": "joined"}
+    kinds = {"a": {**kind, "peft_version": "0.19.0"}}
+    scene = AdapterScene(tmp_path, checkpoint(shape), kinds)
     engine, runner = make_engine(
-        scene.checkpoint, 2, enable_lora=True, lora_modules={"a": str(scene.folders["a"])}
+        scene.checkpoint,
+        2,
+        enable_lora=True,
+        enable_expert_parallel=whole_experts,
+        lora_modules={"a": str(scene.folders["a"])},
     )
     paths = {name: scene.paths(name, 2) for name in (None, "a")}
     requests = [

@@ -19,7 +19,7 @@ from headrace_engine.device.transfer import Transfer
 from headrace_engine.engine.engine import Engine
 from headrace_engine.lora.adapter import AdapterFile
 from headrace_engine.lora.batch import LayerLoRA, LoRALimits
-from headrace_engine.lora.experts import GATE_AND_UP, LoRAExperts
+from headrace_engine.lora.experts import LoRAExperts
 from headrace_engine.lora.linear import LoRALinear
 from headrace_engine.lora.modules import Factors
 from headrace_engine.lora.shapes import LinearName, lora_shapes, mixture_shapes
@@ -64,7 +64,7 @@ def layer_of(mixture: Mixture, slots: list[int]) -> LayerLoRA:
     linears: dict[LinearName, LoRALinear] = {}
     experts: dict[LinearName, LoRAExperts] = {}
     for name, shape in mixture_shapes(mixture.hidden, mixture.config).items():
-        sizes = (shape, len(SLOTS), GATE_AND_UP * RANK if name == "experts_gate_up" else RANK)
+        sizes = (shape, len(SLOTS), shape.matrices * RANK)
         made = LoRAExperts if shape.experts else LoRALinear
         layer: Any = made(*sizes, mixture.dtype, DEVICE)
         for turn in (1, 0):

@@ -17,7 +17,6 @@ from headrace_engine.kernels.cpu.executor import PackedLinear
 from headrace_engine.layers.float8_weight import round_weight
 from headrace_engine.model_loader.describe_model import describe
 from headrace_engine.model_runner.model_runner import ModelRunner
-from headrace_engine.models.hybrid.adapters import AdaptedLinear
 from headrace_engine.models.hybrid.decoder import HybridDecoder
 from headrace_engine.models.linear.native_linear import NativeLinear
 from headrace_testing.checkpoints import HYBRID, Reference, save_checkpoint
@@ -149,7 +148,5 @@ def packed_output(runner: ModelRunner) -> PackedLinear:
 
 
 def packed(linear: object) -> PackedLinear:
-    """The weights of a layer, which may take adapters."""
-    native = linear.linear if isinstance(linear, AdaptedLinear) else linear
-    assert isinstance(native, NativeLinear)
-    return native._layer
+    assert isinstance(linear, NativeLinear)
+    return linear._layer

@@ -2,13 +2,14 @@
 
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
-from typing import Protocol
+from typing import Literal, Protocol
 
 import torch
 
+from ...checkpoints.tensor_files import Shape
 from ...layers.layers import Linear
 from ...lora.batch import LoRABatch
-from ...lora.modules import ModulePath, parse
+from ...lora.modules import parse
 from ...lora.shapes import (
     EXPERTS_DOWN,
     EXPERTS_GATE_UP,
@@ -21,9 +22,7 @@ from ...lora.shapes import (
     merge_parts,
 )
 
-# Mamba's products between its convolution and its scan, which may be computed for one sequence
-# after the other, so that their rows are not those of the step.
-_LEFT_OUT = (".x_proj", ".dt_proj")
+ExpertLinear = Literal["experts_gate_up", "experts_down"]
 
 
 class LocalParts(Protocol):
@@ -33,7 +32,7 @@ class LocalParts(Protocol):
     def own_experts(self) -> range | None:
         """The experts in this process; None: a part of each."""
 
-    def local(self, name: str, whole: tuple[int, ...], dimension: int) -> LocalPart: ...
+    def local(self, name: str, whole: Shape, dimension: int) -> LocalPart: ...
 
 
 class AdaptedLayers:
@@ -41,11 +40,12 @@ class AdaptedLayers:
 
     `shapes` has one entry for each of the decoder's layers: what `expect` was told, or this rank's
     part of it. `batch` has the adapters of the step that is being computed; None: no row has one.
+    Unless `enabled`, layers stay as they are.
     """
 
-    def __init__(self, layers: int, cuts: LocalParts | None = None) -> None:
+    def __init__(self, layers: int, cuts: LocalParts | None = None, enabled: bool = True) -> None:
         self._shapes: tuple[dict[LinearName, LinearShape], ...] = tuple({} for _ in range(layers))
-        self._cuts = cuts
+        self._cuts, self._enabled = cuts, enabled
         self.batch: LoRABatch | None = None
 
     @property
@@ -54,7 +54,7 @@ class AdaptedLayers:
 
     def expect(self, matrices: Mapping[str, int], inputs: int) -> None:
         """Notes a layer of these modules, stacked (name -> number of outputs)."""
-        place = _place(next(iter(matrices)))
+        place = parse(next(iter(matrices)))
         if place is not None:
             locals_ = {name: self._outputs(name, out, inputs) for name, out in matrices.items()}
             named = {_name(module): local for module, local in locals_.items()}
@@ -62,29 +62,30 @@ class AdaptedLayers:
             self._shapes[place.layer][ModuleName(place.name)] = shape
 
     def expect_experts(
-        self, prefix: str, count: int, matrices: Mapping[str, int], inputs: int
+        self, linear: ExpertLinear, tensors: Mapping[str, Shape], matrices: int, experts: int
     ) -> None:
-        """Notes the matrices of all experts of a mixture: first gates and ups, then downs. Other
-        experts take no adapters."""
-        names = {f"{prefix}0.{name}": width for name, width in matrices.items()}
-        place = parse(next(iter(names)))
+        """Notes the `matrices` of each of `experts` that are side by side: the names of their
+        modules, or of the first expert's, and the shapes, which end with outputs and inputs."""
+        (name, whole), *_ = tensors.items()
+        place = parse(name)
         if place is None:
             return
-        own, joint = self._shapes[place.layer], len(matrices) > 1
-        if not joint and "experts_gate_up" not in own:
-            return
-        modules = [self._outputs(name, out, inputs) for name, out in names.items()]
-        merged = {EXPERTS_GATE_UP if joint else EXPERTS_DOWN: merge_parts(modules)}
-        shape = self._shape(merged, self._inputs(*next(iter(names.items())), inputs))
-        linear: LinearName = "experts_gate_up" if joint else "experts_down"
-        own_experts = None if self._cuts is None else self._cuts.own_experts
-        local = range(count) if own_experts is None else own_experts
-        own[linear] = replace(shape, experts=count, local_experts=local)
+        outputs = [self._local(one, shape, len(shape) - 2) for one, shape in tensors.items()]
+        merged = {
+            EXPERTS_DOWN if linear == "experts_down" else EXPERTS_GATE_UP: merge_parts(outputs)
+        }
+        own = None if self._cuts is None else self._cuts.own_experts
+        self._shapes[place.layer][linear] = replace(
+            self._shape(merged, self._local(name, whole, len(whole) - 1)),
+            experts=experts,
+            local_experts=range(experts) if own is None else own,
+            matrices=matrices,
+        )
 
     def adapt(self, names: Iterable[str], linear: Linear) -> Linear:
         """The layer of these modules with adapters. Layers that are not one of the decoder's, or
         take no adapters, are returned as they are."""
-        place = _place(next(iter(names)))
+        place = parse(next(iter(names))) if self._enabled else None
         if place is None:
             return linear
         return AdaptedLinear(linear, self, place.layer, ModuleName(place.name))
@@ -95,7 +96,7 @@ class AdaptedLayers:
     def _inputs(self, name: str, outputs: int, inputs: int) -> LocalPart:
         return self._local(name, (outputs, inputs), 1)
 
-    def _local(self, name: str, whole: tuple[int, int], dimension: int) -> LocalPart:
+    def _local(self, name: str, whole: Shape, dimension: int) -> LocalPart:
         if self._cuts is None:
             return LocalPart(whole[dimension], ((0, whole[dimension]),))
         return self._cuts.local(f"{name}.weight", whole, dimension)
@@ -107,12 +108,6 @@ class AdaptedLayers:
             parts[name] = Columns(outputs, local.width, local)
             outputs += local.width
         return LinearShape(inputs.width, outputs, parts, inputs)
-
-
-def _place(name: str) -> ModulePath | None:
-    """The place of a module that takes adapters; None if it does not."""
-    found = parse(name)
-    return None if found is None or found.name.endswith(_LEFT_OUT) else found
 
 
 def _name(module: str) -> str:

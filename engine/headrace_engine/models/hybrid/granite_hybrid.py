@@ -99,7 +99,7 @@ class GraniteHybrid(WithMamba2):
                 blocks.append(ResidualPart(norm, attention, self.residual))
                 attentions += 1
             norm = tensors.tensor(f"{prefix}post_attention_layernorm.weight", hidden)
-            layer = FeedForwardLayer(self._feed_forward(tensors, parts, prefix))
+            layer = FeedForwardLayer(self._feed_forward(tensors, parts, prefix), index)
             blocks.append(ResidualPart(norm, layer, self.residual))
         norm = tensors.tensor(f"{self.prefix}norm.weight", hidden)
         return self.decoder(
@@ -114,9 +114,10 @@ class GraniteHybrid(WithMamba2):
         if experts is not None:
             moe, inner = f"{prefix}block_sparse_moe.", experts.intermediate_size
             router = tensors.linear({f"{moe}router.layer": experts.count}, hidden, exact=True)
-            gate_ups = tensors.stacked(f"{moe}input_linear.weight", experts, 2 * inner, hidden)
-            downs = tensors.stacked(f"{moe}output_linear.weight", experts, hidden, inner)
-            mlps = [GatedMLP(*both, activation) for both in zip(gate_ups, downs, strict=True)]
+            both = (inner, inner)
+            gate_ups = tensors.stacked(f"{moe}input_linear.weight", experts, both, hidden)
+            downs = tensors.stacked(f"{moe}output_linear.weight", experts, (hidden,), inner)
+            mlps = [GatedMLP(*one, activation) for one in zip(gate_ups, downs, strict=True)]
             mixture = SparseMoe(router, mlps, None, experts)
         shared = f"{prefix}shared_mlp."
         mlp = GatedMLP(

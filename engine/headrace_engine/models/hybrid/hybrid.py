@@ -70,7 +70,7 @@ def load(checkpoint: Checkpoint, options: LoadOptions) -> LoadedModel:
         family.check_ranks(options.shard.size, options.shard.expert_parallel)
     shard = options.shard
     cuts = None if shard is None else HybridCuts(family, shard)
-    adapters = AdaptedLayers(family.layers, cuts)
+    adapters = AdaptedLayers(family.layers, cuts, options.enable_lora)
     expected = ExpectedTensors(options.dtype, stored, adapters)
     shapes = family.build(expected, parts)
     if options.draft_head is not None:

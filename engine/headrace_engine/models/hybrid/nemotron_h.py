@@ -125,7 +125,7 @@ class NemotronH(WithMamba2):
             elif kind == "mlp":
                 layer = FeedForwardLayer(self._mlp(tensors, prefix, self.inner))
             else:
-                layer = FeedForwardLayer(self._mixture(tensors, prefix))
+                layer = FeedForwardLayer(self._mixture(tensors, prefix), index)
             blocks.append(ResidualPart(norm, layer))
         norm = tensors.tensor(f"{self.prefix}norm_f.weight", self.hidden)
         tensors_of_state = self.mamba.states(parts.dtype)
@@ -178,7 +178,7 @@ class LatentMoe:
     def __call__(
         self, x: torch.Tensor, lora: LayerLoRA | None = None, slots: torch.Tensor | None = None
     ) -> torch.Tensor:
-        return self.back(self.mixture.mix(self.into(x), *self.mixture.route(x)))
+        return self.back(self.mixture.mix(self.into(x), *self.mixture.route(x), lora))
 
 
 def _types(fields: Fields) -> list[str]:

@@ -13,7 +13,10 @@ from ...layers.layers import Linear, PlainLinear
 from ...operators.base import Ops
 from ..linear.linear_maker import LinearMaker
 from ..weights.weights import WeightReader
-from .adapters import AdaptedLayers
+from .adapters import AdaptedLayers, ExpertLinear
+
+# The name of the experts' last matrix, if they are one tensor.
+DOWN = "down_proj"
 
 
 class Tensors(Protocol):
@@ -33,8 +36,11 @@ class Tensors(Protocol):
         """One layer of the named modules, stacked: name -> number of outputs. With `exact` its
         weights are not rounded when they are loaded."""
 
-    def stacked(self, name: str, experts: ExpertsConfig, outputs: int, inputs: int) -> list[Linear]:
-        """The layers of this process's experts, in one tensor [experts, outputs, inputs]."""
+    def stacked(
+        self, name: str, experts: ExpertsConfig, widths: tuple[int, ...], inputs: int
+    ) -> list[Linear]:
+        """The layers of this process's experts, in one tensor [experts, outputs, inputs]. Each
+        consists of matrices of these widths: a gate and what it gates, or what follows."""
 
     def experts(
         self,
@@ -98,9 +104,18 @@ class ExpectedTensors:
             self.shapes[f"{name}.bias"] = (outputs,)
         return self._linear
 
-    def stacked(self, name: str, experts: ExpertsConfig, outputs: int, inputs: int) -> list[Linear]:
-        self.shapes[name] = (experts.count, outputs, inputs)
-        return [self._linear] * experts.count
+    def stacked(
+        self, name: str, experts: ExpertsConfig, widths: tuple[int, ...], inputs: int
+    ) -> list[Linear]:
+        shape, module = (experts.count, sum(widths), inputs), name.removesuffix(".weight")
+        if self._adapters is not None:
+            linear: ExpertLinear = "experts_gate_up" if len(widths) > 1 else "experts_down"
+            self._adapters.expect_experts(linear, {module: shape}, len(widths), experts.count)
+        return self._stacked(name, shape)
+
+    def _stacked(self, name: str, shape: tuple[int, int, int]) -> list[Linear]:
+        self.shapes[name] = shape
+        return [self._linear] * shape[0]
 
     def experts(
         self,
@@ -111,9 +126,13 @@ class ExpectedTensors:
         inputs: int,
     ) -> list[Linear]:
         if self._adapters is not None:
-            self._adapters.expect_experts(prefix, experts.count, matrices, inputs)
+            linear: ExpertLinear = "experts_down" if stacked == DOWN else "experts_gate_up"
+            first = _numbered(prefix, 0, matrices)
+            shapes = {name: (outputs, inputs) for name, outputs in first.items()}
+            self._adapters.expect_experts(linear, shapes, len(matrices), experts.count)
         if prefix + stacked in self._stored:
-            return self.stacked(prefix + stacked, experts, sum(matrices.values()), inputs)
+            whole = (experts.count, sum(matrices.values()), inputs)
+            return self._stacked(prefix + stacked, whole)
         every = range(experts.count)
         return [self._expect(_numbered(prefix, at, matrices), inputs) for at in every]
 
@@ -153,7 +172,9 @@ class StoredTensors:
         made = self._linears.make(_names(list(matrices), "weight"), biases, exact)
         return self._adapters.adapt(matrices, made)
 
-    def stacked(self, name: str, experts: ExpertsConfig, outputs: int, inputs: int) -> list[Linear]:
+    def stacked(
+        self, name: str, experts: ExpertsConfig, widths: tuple[int, ...], inputs: int
+    ) -> list[Linear]:
         return self._linears.stacked(name, len(experts.local))
 
     def experts(
@@ -165,7 +186,7 @@ class StoredTensors:
         inputs: int,
     ) -> list[Linear]:
         if self._reader.expects(prefix + stacked):
-            return self.stacked(prefix + stacked, experts, sum(matrices.values()), inputs)
+            return self.stacked(prefix + stacked, experts, tuple(matrices.values()), inputs)
         every = [list(_numbered(prefix, at, matrices)) for at in experts.local]
         return [self._linears.make(_names(names, "weight")) for names in every]
 
