@@ -62,7 +62,6 @@ class ScriptedEngine:
         self.statuses: list[EngineStatus] = [engine_status()]
         self.unreachable: Exception | None = None
         self.waiting_at: QueuePosition | None = None
-        self.positions_read: list[list[str]] = []
 
     def say(self, text: str, *, eos: bool = True) -> Script:
         """A script that answers `text`: one token in each delta, choices in turn.
@@ -116,7 +115,6 @@ class ScriptedEngine:
     ) -> list[QueuePosition | None]:
         if self.unreachable is not None:
             raise self.unreachable
-        self.positions_read.append(list(request_ids))
         return [self.waiting_at] * len(request_ids)
 
     async def depth(self, model: str) -> QueueDepth:

@@ -5,7 +5,7 @@ import gc
 import json
 import socket
 from collections.abc import AsyncIterator, Sequence
-from contextlib import AsyncExitStack
+from contextlib import AsyncExitStack, ExitStack
 from pathlib import Path
 
 import pytest
@@ -15,6 +15,8 @@ from headrace_common.errors import BackendUnavailable, FailureCode
 from headrace_common.protocol.base import QueuePosition
 from headrace_gateway.http.routes.chat import create_chat_completion
 from headrace_gateway.queue_client.client import Delta
+from headrace_gateway.streaming.keep_alive import KeepAlives
+from headrace_gateway.streaming.sse import EventStream
 from headrace_testing.gateway import ANSWER, Gateway, events, failed, serve
 from headrace_testing.waiting import eventually
 
@@ -125,19 +127,52 @@ async def test_max_tokens_ends_with_length(gateway: Gateway) -> None:
     assert answer["usage"]["completion_tokens"] == 3
 
 
-async def test_positions_of_all_silent_streams_are_read_together(checkpoint: Path) -> None:
-    async with serve(checkpoint, keep_alive_interval=0.1) as gateway:
-        gateway.engine.gate.clear()
-        gateway.engine.waiting_at = QueuePosition(position=3, eta=None)
-        answers = asyncio.gather(*(gateway.chat(stream=True) for _ in range(3)))
+class Positions:
+    """A queue in which each request is the third."""
 
-        async def all_read() -> bool:
-            return 3 in map(len, gateway.engine.positions_read)
+    def __init__(self) -> None:
+        self.asked: list[list[str]] = []
 
-        await eventually(all_read)
-        gateway.engine.gate.set()
+    async def queue_positions(
+        self, request_ids: Sequence[str], model: str
+    ) -> list[QueuePosition | None]:
+        self.asked.append(list(request_ids))
+        return [QueuePosition(position=3, eta=None)] * len(request_ids)
 
-        assert all(": queued position=3\n\n" in answer.text for answer in await answers)
+
+class SilentStream(EventStream):
+    """A stream that has been silent for an hour until something is written."""
+
+    def __init__(self) -> None:
+        self.written = b""
+
+    @property
+    def silent(self) -> float:
+        return 0.0 if self.written else 3600.0
+
+    @property
+    def ready(self) -> bool:
+        return True
+
+    def write(self, content: bytes) -> None:
+        self.written += content
+
+
+async def test_positions_of_all_silent_streams_are_read_together() -> None:
+    positions, streams = Positions(), [SilentStream() for _ in range(3)]
+    keep_alives = KeepAlives(0.1, positions)
+    with ExitStack() as stack:
+        for number, stream in enumerate(streams):
+            kept = keep_alives.of(stream, str(number), "m", end=b"\n", open_soon=False)
+            stack.enter_context(kept)
+
+        async def written() -> bool:
+            return all(stream.written for stream in streams)
+
+        await eventually(written)
+
+    assert [stream.written for stream in streams] == [b": queued position=3\n\n"] * 3
+    assert positions.asked == [["0", "1", "2"]]
 
 
 async def test_a_waiting_stream_keeps_nothing_of_the_framework(gateway: Gateway) -> None:
