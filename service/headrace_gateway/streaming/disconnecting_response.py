@@ -147,7 +147,7 @@ def check_client(state: MutableMapping[str, Any]) -> None:
 
 
 async def discard_unsent(state: MutableMapping[str, Any]) -> None:
-    """Ends the requests of a response that nobody has sent."""
+    """Ends the requests of a response that was not sent."""
     response: DisconnectingResponse | None = state.pop(RESPONSE, None)
     if response is not None:
         await response.discard()
