@@ -170,7 +170,7 @@ class PlacedModel:
         """Copies whole (source, destination) blocks in all layers of their groups."""
         if self.peers is not None:
             self.peers.copy_blocks(copies)
-        pairs = torch.from_numpy(np.array(copies, dtype=np.int64)).to(self.device)
+        pairs = self._pairs(copies)
         for layer in self.layout.layer_of_each_place:
             self.attention.copy_blocks(self._whole_blocks(caches, layer), pairs)
 
@@ -180,9 +180,13 @@ class PlacedModel:
         """Copies (source, destination) blocks of the draft head's `caches` alone."""
         if self.peers is not None:
             self.peers.copy_head_blocks(copies)
-        pairs = torch.from_numpy(np.array(copies, dtype=np.int64)).to(self.device)
+        pairs = self._pairs(copies)
         for cache in caches:
             self.attention.copy_blocks(cache, pairs)
+
+    def _pairs(self, copies: tuple[tuple[int, int], ...]) -> torch.Tensor:
+        """Copies [n, 2] on the device."""
+        return torch.from_numpy(np.array(copies, dtype=np.int64)).to(self.device)
 
     def count_blocks(
         self,

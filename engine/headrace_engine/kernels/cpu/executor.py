@@ -29,7 +29,7 @@ from .structs import (
     Step,
 )
 
-# Elements of the widest vector, of which the kernels' rows must have a multiple.
+# Elements of the widest vector. The rows of the kernels are multiples of it.
 LANES = 16
 # Inputs that share a scale when activations are quantised; groups of weights are multiples of it.
 GROUP = 64

@@ -157,7 +157,7 @@ class JoinedNorm:
 
 @dataclass(frozen=True, slots=True)
 class Mamba2Layer:
-    """A Mamba-2 layer. `norm` is applied after its state space, if that has none."""
+    """A Mamba-2 layer. With `norm` its state space has no norm: this one follows it."""
 
     index: int
     input: Linear
