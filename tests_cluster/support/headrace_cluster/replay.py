@@ -8,6 +8,7 @@ import json
 import time
 from collections.abc import Callable
 from dataclasses import replace
+from threading import Lock
 from urllib.parse import parse_qs
 
 from headrace_operator.scaling import EngineSignals, QueueSignals, ScalingObservation
@@ -57,25 +58,34 @@ class ClusterScaler:
 
 
 class SignalServer(ThreadedServer):
-    """A Prometheus that answers the operator's queries for a model with what is `shown`.
+    """A Prometheus that answers the operator's queries for a model with what `observe` returns.
 
-    `readings` are the times of the monotonic clock at which the operator read its signals.
+    `observe` is called once for each reading, which asks every query once. `readings` are the times
+    of the monotonic clock at which the operator read its signals, and what it read.
     """
 
-    def __init__(self, model: str, shown: Callable[[], ScalingObservation]) -> None:
+    def __init__(self, model: str, observe: Callable[[], ScalingObservation]) -> None:
         super().__init__(_Answers, "0.0.0.0")
-        self.names = {text: name for name, text in queries(model).items()}
-        self.shown = shown
-        self.readings: list[float] = []
+        self.readings: list[tuple[float, ScalingObservation]] = []
+        self._names = {text: name for name, text in queries(model).items()}
+        self._observe = observe
+        self._unasked: set[str] = set()
+        self._lock = Lock()
+
+    def value(self, query: str) -> float | None:
+        name = self._names[query]
+        with self._lock:
+            if name not in self._unasked:
+                self.readings.append((time.monotonic(), self._observe()))
+                self._unasked = set(self._names.values())
+            self._unasked.remove(name)
+            return signals(self.readings[-1][1]).get(name)
 
 
 class _Answers(ScriptedHandler[SignalServer]):
     def do_POST(self) -> None:
         form = parse_qs(self.rfile.read(int(self.headers["Content-Length"])).decode())
-        name = self.script.names[form["query"][0]]
-        if name == "at":
-            self.script.readings.append(time.monotonic())
-        value = signals(self.script.shown()).get(name)
+        value = self.script.value(form["query"][0])
         found = [] if value is None else [{"value": [time.time(), str(value)]}]
         body = json.dumps({"status": "success", "data": {"result": found}}).encode()
         self.send_response(200)

@@ -26,15 +26,22 @@ from .specs import ENGINE_SETTINGS
 SHIFT_S = 30.0
 
 
-class _RecordedScaler(HeadraceScaler):
+def operator_scaler(scaling: Manifest) -> HeadraceScaler:
+    """The simulator's scaler with the policy of a manifest's `scaling`."""
+    return HeadraceScaler("operator", scaling_policy(ScalingSpec.model_validate(scaling)))
+
+
+class _RecordedScaler:
     """The operator's decisions, with the time of each."""
 
     def __init__(self, scaling: Manifest) -> None:
-        super().__init__("operator", scaling_policy(ScalingSpec.model_validate(scaling)))
+        self._scaler = operator_scaler(scaling)
+        self.name = self._scaler.name
+        self.interval = self._scaler.interval
         self.decided: list[tuple[float, int]] = []
 
     def replicas(self, seen: ScalingObservation, now: float) -> int:
-        wanted = super().replicas(seen, now)
+        wanted = self._scaler.replicas(seen, now)
         self.decided.append((now, wanted))
         return wanted
 
