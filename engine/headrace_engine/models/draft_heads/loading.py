@@ -131,8 +131,10 @@ def load_mtp(
     )
     positions = PositionTables(own, source.length, source.device)
     parts = (own, weights, positions, source.ops, source.attention)
-    decoder, shard = HeadDecoder(*parts), source.shard
-    if shard is not None:
+    shard = source.shard
+    if shard is None:
+        decoder = HeadDecoder(*parts)
+    else:
         decoder = ParallelHeadDecoder(*parts, shard=shard, embeddings=own.vocab_size)
         shared = GatheredHead(shared, own.vocab_size, shard)
     head = MTPHead(decoder, head_weights, names)
