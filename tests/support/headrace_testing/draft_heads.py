@@ -216,9 +216,12 @@ class MiMoReference(MTPReference):
 
 @dataclass(frozen=True, slots=True)
 class StoredNames:
-    """How a checkpoint names an MTP layer: the beginning of the decoder layer's tensors, parts of
-    their names that differ from those of the decoder's last layer, parts of the names of that
-    layer's tensors which an MTP layer has not, and the other tensors' names by DeepSeek's."""
+    """How a checkpoint names the tensors of an MTP layer.
+
+    Those of its decoder layer begin with `layer`. `renamed` are parts of their names that differ
+    from those of the decoder's last layer; tensors of that layer with a part of `absent` in their
+    names do not exist. `own` has the names of the other tensors, by DeepSeek's names.
+    """
 
     layer: str
     own: dict[str, str]
