@@ -545,6 +545,7 @@ ARCHITECTURES: dict[str, Architecture] = {
             dense="typed",
             dense_layers=1,
         ),
+        draft_layers=1,
         required={
             "scoring_func": ("sigmoid",),
             "topk_method": ("noaux_tc",),
@@ -663,6 +664,7 @@ ARCHITECTURES: dict[str, Architecture] = {
             zero=256,
             shortcut=True,
         ),
+        draft_layers=1,
         required={
             "attention_bias": (False,),
             "attention_method": ("MLA",),

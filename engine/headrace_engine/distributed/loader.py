@@ -100,12 +100,6 @@ def _check_model(config: EngineConfig) -> None:
     if name in RECURRENT:
         read_family(checkpoint).check_ranks(size, config.enable_expert_parallel)
         return
-    if config.draft_head is not None:
-        raise ConfigError(
-            f"speculative_config.method {config.draft_head.method} does not support "
-            f"tensor_parallel_size {size} with {name}: leave one of them out, or use method ngram "
-            "or draft_model"
-        )
     check_divisible(ModelConfig.from_hf(checkpoint), size, config.enable_expert_parallel)
 
 

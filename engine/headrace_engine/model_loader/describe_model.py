@@ -107,8 +107,7 @@ def _check_tensors(
     if checkpoint.is_gguf or not has_files(checkpoint.folder):
         return None
     tensors = scan(checkpoint.folder)
-    divided = checkpoint.architecture in RECURRENT
-    options = HeadOptions("mtp") if head in tensors and (divided or ranks == 1) else None
+    options = HeadOptions("mtp") if head in tensors else None
     load_on_meta(checkpoint, dtype, tensors, ranks, options)
     return len(tensors)
 

@@ -91,7 +91,7 @@ def load(checkpoint: Checkpoint, options: LoadOptions) -> LoadedModel:
             files = (checkpoint, tensors, options.dtype, options.device, layout.locate)
             quantize = quantizes(options.ops, options.dtype, options.quantization, eight)
             made_by = (progress, stored, options.ops, options.attention)
-            parts = HeadSource(*files, *made_by, quantize, length)
+            parts = HeadSource(*files, *made_by, quantize, length, shard)
             states, whole = HiddenStateReader(*source, config), partial(WeightReader, *source)
             target, made = _with_head(
                 options.draft_head, config, states, whole, parts, options, eight
@@ -218,6 +218,7 @@ def _make(
             options.attention,
             shard=options.shard,
             embeddings=reader.whole_shape(EMBEDDING)[0],
+            returns_states=isinstance(reader, HiddenStateReader),
         )
     if not isinstance(ops, DependentOps):
         return Decoder(config, weights, positions, ops, options.attention)

@@ -32,7 +32,8 @@ _INNER = re.compile(r"\.(gate|up|down)_proj\.")
 _GROUP = 32
 # Biases of layers whose outputs are summed over the ranks: only one rank adds them.
 _ONCE = re.compile(r"\.(o_proj|down_proj)\.bias$")
-_VOCABULARY = ("model.embed_tokens.weight", "lm_head.weight")
+# Also those of a layer for drafts.
+_VOCABULARY = re.compile(r"(^|\.)(embed_tokens|lm_head|shared_head\.head)\.weight$")
 
 
 Stored = TypeVar("Stored", QuantizedWeight, Float8Weight, MXFP4Weight)
@@ -290,7 +291,7 @@ class WeightCuts:
         if self._cuts_norms:  # of Q and K, like their outputs
             name = name.replace("_norm.", "_proj.")
         share = self._shard.inner if _INNER.search(name) else self._shard.share
-        if name in _VOCABULARY or _BY_OUTPUT.search(name):
+        if _VOCABULARY.search(name) or _BY_OUTPUT.search(name):
             return (0, *share(whole[0]))
         if _BY_INPUT.search(name):
             return (1, *share(whole[1]))

@@ -22,6 +22,14 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
     return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + eps) * weight
 
 
+def causal_mask(length: int, window: int | None = None) -> torch.Tensor:
+    """0 where a position sees a key, of which it sees the last `window`."""
+    mask = torch.full((length, length), -torch.inf).triu(1)
+    if window is not None:
+        mask = mask + torch.full((length, length), -torch.inf).tril(-window)
+    return mask[None, None]
+
+
 @dataclass
 class MTPReference:
     """A model of transformers whose last layer is the head's, and the head's other tensors by their
@@ -46,6 +54,17 @@ class MTPReference:
             x = self._layer(layer, x)
         return rms_norm(x[0], inner.norm.weight, self._eps)
 
+    def _states_of_model(self, ids: list[int]) -> torch.Tensor:
+        """The states as transformers' model without its last layer computes them."""
+        inner = self.model.model
+        layers = inner.layers
+        inner.layers = layers[:-1]
+        try:
+            states: torch.Tensor = inner(torch.tensor([ids]), use_cache=False).last_hidden_state[0]
+        finally:
+            inner.layers = layers
+        return states
+
     def check(self, proposals: list[tuple[list[int], tuple[int, ...]]]) -> None:
         """Asserts that proposals, each with the tokens that it follows, are the head's."""
         for known, drafts in sorted(proposals, key=lambda each: -len(each[0])):
@@ -57,17 +76,26 @@ class MTPReference:
             states, following = self.states(ids[:-1]), ids[1:]
             for _ in range(count):
                 made = self._head(following, states)
-                states = torch.cat((states, made[-1:]))
+                states = torch.cat((states, self._next_state(made[-1:])))
                 following = [*following, int(self._logits(made[-1]).argmax())]
         return following[-count:]
+
+    def next_token(self, ids: list[int]) -> int:
+        """The target's greedy token after `ids`."""
+        with torch.inference_mode():
+            return int(self.model.lm_head(self._states_of_model(ids)[-1]).argmax())
+
+    def _next_state(self, made: torch.Tensor) -> torch.Tensor:
+        """What the next draft reads of the head's result."""
+        return made
 
     @property
     def _eps(self) -> float:
         return float(self.model.config.rms_norm_eps)
 
     def _head(self, ids: list[int], states: torch.Tensor) -> torch.Tensor:
-        token = self.model.model.embed_tokens(torch.tensor(ids))
-        row = F.linear(self._pair(token, states), self.own["eh_proj.weight"])
+        embedding = self.own.get("embed_tokens.weight", self.model.model.embed_tokens.weight)
+        row = F.linear(self._pair(embedding[ids], states), self.own["eh_proj.weight"])
         return self._layer(self.model.model.layers[-1], row[None])[0]
 
     def _pair(self, token: torch.Tensor, states: torch.Tensor) -> torch.Tensor:
@@ -79,13 +107,15 @@ class MTPReference:
         return torch.cat(pair, dim=-1)
 
     def _logits(self, row: torch.Tensor) -> torch.Tensor:
-        normed = rms_norm(row, self.own["shared_head.norm.weight"], self._eps)
         head = self.own.get("shared_head.head.weight", self.model.lm_head.weight)
-        return F.linear(normed, head)
+        return F.linear(self._normed(row), head)
+
+    def _normed(self, row: torch.Tensor) -> torch.Tensor:
+        return rms_norm(row, self.own["shared_head.norm.weight"], self._eps)
 
     def _layer(self, layer: Any, x: torch.Tensor) -> torch.Tensor:
         positions = torch.arange(x.shape[1])[None]
-        mask = torch.full((x.shape[1],) * 2, -torch.inf).triu(1)[None, None]
+        mask = causal_mask(x.shape[1])
         made = layer(
             x,
             attention_mask=mask,
@@ -95,23 +125,30 @@ class MTPReference:
         return made if isinstance(made, torch.Tensor) else made[0]
 
 
-def save_mtp(
-    folder: Path, name: str, *, own_head: bool = False, layers: int = 3, **changes: Any
-) -> MTPReference:
-    """Saves a random checkpoint with one layer that predicts further tokens."""
-    model = make_model(name, num_hidden_layers=layers + 1, **changes)
+def random_mtp(model: Any) -> MTPReference:
+    """A head with random tensors around the model's last layer."""
+    hidden = model.config.hidden_size
     with torch.random.fork_rng():
         torch.manual_seed(7)
-        hidden = model.config.hidden_size
         own = {
             "enorm.weight": 1 + 0.1 * torch.randn(hidden),
             "hnorm.weight": 1 + 0.1 * torch.randn(hidden),
             "eh_proj.weight": torch.randn(hidden, 2 * hidden) / hidden**0.5,
             "shared_head.norm.weight": 1 + 0.1 * torch.randn(hidden),
         }
-        if own_head:
-            own["shared_head.head.weight"] = 0.5 * torch.randn(model.config.vocab_size, hidden)
-    reference = MTPReference(model, own)
+    return MTPReference(model, own)
+
+
+def save_mtp(
+    folder: Path, name: str, *, own_head: bool = False, layers: int = 3, **changes: Any
+) -> MTPReference:
+    """Saves a random checkpoint with one layer that predicts further tokens."""
+    reference = random_mtp(make_model(name, num_hidden_layers=layers + 1, **changes))
+    if own_head:
+        with torch.random.fork_rng():
+            torch.manual_seed(8)
+            shape = reference.model.lm_head.weight.shape
+            reference.own["shared_head.head.weight"] = 0.5 * torch.randn(shape)
     write_mtp(folder, reference, layers)
     return reference
 
@@ -176,36 +213,178 @@ class MiMoReference(MTPReference):
         first, second = super()._pair(token, states).chunk(2, dim=-1)
         return torch.cat((second, first), dim=-1)
 
-    def next_token(self, ids: list[int]) -> int:
-        """The target's greedy token after `ids`."""
-        with torch.inference_mode():
-            normed = rms_norm(self._states(ids)[-1], self.model.model.norm.weight, self._eps)
-            return int(self.model.lm_head(normed).argmax())
+
+@dataclass(frozen=True, slots=True)
+class StoredNames:
+    """How a checkpoint names the tensors of an MTP layer.
+
+    Those of its decoder layer begin with `layer`. `renamed` are parts of their names that differ
+    from those of the decoder's last layer; tensors of that layer with a part of `absent` in their
+    names do not exist. `own` has the names of the other tensors, by DeepSeek's names.
+    """
+
+    layer: str
+    own: dict[str, str]
+    renamed: dict[str, str] = field(default_factory=dict)
+    absent: tuple[str, ...] = ()
+
+
+MIMO = StoredNames(
+    "model.mtp_layers.0.",
+    {
+        "enorm": "model.mtp_layers.0.token_layernorm",
+        "hnorm": "model.mtp_layers.0.hidden_layernorm",
+        "eh_proj": "model.mtp_layers.0.input_proj",
+        "shared_head.norm": "model.mtp_layers.0.final_layernorm",
+    },
+)
+MIMO_V2 = StoredNames(
+    "model.mtp.layers.0.",
+    {
+        "enorm": "model.mtp.layers.0.enorm",
+        "hnorm": "model.mtp.layers.0.hnorm",
+        "eh_proj": "model.mtp.layers.0.eh_proj",
+        "shared_head.norm": "model.mtp.layers.0.final_layernorm",
+    },
+    {"post_attention_layernorm": "pre_mlp_layernorm"},
+)
+ERNIE = StoredNames(
+    "model.mtp_block.0.",
+    {
+        "enorm": "model.mtp_emb_norm.0",
+        "hnorm": "model.mtp_hidden_norm.0",
+        "eh_proj": "model.mtp_linear_proj.0",
+    },
+)
+LONGCAT = StoredNames(
+    "model.mtp.layers.0.",
+    {
+        "enorm": "model.mtp.layers.0.enorm.m",
+        "hnorm": "model.mtp.layers.0.hnorm.m",
+        "eh_proj": "model.mtp.layers.0.eh_proj",
+        "shared_head.norm": "model.mtp.norm",
+        "embed_tokens": "model.mtp.embed_tokens",
+    },
+    {
+        "self_attn.0.": "self_attn.",
+        "input_layernorm.0.": "input_layernorm.",
+        "post_attention_layernorm.0.": "post_attention_layernorm.",
+        "mlps.0.": "transformer_layer.mlp.",
+    },
+    (".1.", "mlp."),
+)
+
+
+def rename_mtp(folder: Path, reference: MTPReference, names: StoredNames, layers: int) -> None:
+    """Writes the checkpoint of a reference, whose layer for drafts follows `layers` others, under
+    published names."""
+    reference.model.save_pretrained(folder, save_original_format=True)
+    file, stored = folder / "model.safetensors", {}
+    for name, tensor in load_file(file).items():
+        before, found, after = name.partition(f"model.layers.{layers}.")
+        if not found:
+            stored[before] = tensor
+        elif not any(part in after for part in names.absent):
+            for usual, other in names.renamed.items():
+                after = after.replace(usual, other)
+            stored[names.layer + after] = tensor
+    for usual, other in names.own.items():
+        stored[f"{other}.weight"] = reference.own[f"{usual}.weight"].detach().clone()
+    save_file(stored, file, metadata={"format": "pt"})
+    change_config(folder, num_nextn_predict_layers=1)
+    make_tokenizer().save(str(folder / "tokenizer.json"))
 
 
 def save_mimo(folder: Path) -> MiMoReference:
     """Saves a random checkpoint of MiMo, whose decoder is that of Qwen2."""
     made = save_mtp(folder, "qwen2")
     reference = MiMoReference(made.model, made.own)
-    renamed = {
-        "enorm": "token_layernorm",
-        "hnorm": "hidden_layernorm",
-        "eh_proj": "input_proj",
-        "shared_head.norm": "final_layernorm",
-    }
-    file, stored = folder / "model.safetensors", {}
-    for name, tensor in load_file(file).items():
-        before, found, after = name.partition("model.layers.3.")
-        own = renamed.get(after.removesuffix(".weight"))
-        if own is not None:
-            after = f"{own}.weight"
-        if "shared_head.head" not in after and "embed_tokens" not in after:
-            stored[f"model.mtp_layers.0.{after}" if found else before] = tensor
-    save_file(stored, file, metadata={"format": "pt"})
+    rename_mtp(folder, reference, MIMO, 3)
     code = {"AutoModelForCausalLM": "modeling_mimo.MiMoForCausalLM"}
     types = ["full_attention"] * 3
     change_config(folder, architectures=["MiMoForCausalLM"], model_type="mimo")
-    change_config(folder, layer_types=types, auto_map=code)
+    change_config(folder, num_hidden_layers=3, layer_types=types, auto_map=code)
+    return reference
+
+
+class NormedReference(MTPReference):
+    """The next draft reads the layer's normed result."""
+
+    def _states(self, ids: list[int]) -> torch.Tensor:
+        return self._states_of_model(ids)
+
+    def _next_state(self, made: torch.Tensor) -> torch.Tensor:
+        return self._normed(made)
+
+
+class MiMoV2Reference(NormedReference):
+    """The layer attends to a window."""
+
+    def _layer(self, layer: Any, x: torch.Tensor) -> torch.Tensor:
+        positions = torch.arange(x.shape[1])[None]
+        made: torch.Tensor = layer(
+            x,
+            attention_mask=causal_mask(x.shape[1], self.model.config.sliding_window),
+            position_ids=positions,
+            position_embeddings=self.model.model.rotary_emb(x, positions, "sliding_attention"),
+        )
+        return made
+
+
+class ErnieReference(MTPReference):
+    """The layer reads the state before the target's last norm, which is also its own last norm."""
+
+    def _states(self, ids: list[int]) -> torch.Tensor:
+        inner = self.model.model
+        norm, inner.norm = inner.norm, torch.nn.Identity()
+        try:
+            return self._states_of_model(ids)
+        finally:
+            inner.norm = norm
+
+
+class LongcatReference(NormedReference):
+    """The layer is one half of a decoder's layer, without a mixture, and has an embedding of its
+    own."""
+
+    def _layer(self, layer: Any, x: torch.Tensor) -> torch.Tensor:
+        positions = torch.arange(x.shape[1])[None]
+        attended, *_ = layer.self_attn[0](
+            hidden_states=layer.input_layernorm[0](x),
+            attention_mask=causal_mask(x.shape[1]),
+            position_embeddings=self.model.model.rotary_emb(x, positions),
+        )
+        x = x + attended
+        made: torch.Tensor = x + layer.mlps[0](layer.post_attention_layernorm[0](x))
+        return made
+
+
+def save_named_mtp(folder: Path, name: str) -> MTPReference:
+    """Saves a random checkpoint of a family with names of its own for the layer for drafts."""
+    if name == "mimo-v2":
+        types = ["full_attention", *["sliding_attention"] * 2, "full_attention"]
+        kinds = ["dense", "sparse", "sparse", "sparse"]
+        model = make_model(
+            name,
+            num_hidden_layers=5,
+            layer_types=[*types, "sliding_attention"],
+            mlp_layer_types=[*kinds, "dense"],
+        )
+        reference: MTPReference = MiMoV2Reference(model, random_mtp(model).own)
+        rename_mtp(folder, reference, MIMO_V2, 4)
+        change_config(folder, num_hidden_layers=4, layer_types=types, mlp_layer_types=kinds)
+    elif name == "ernie4_5-moe":
+        model = make_model(name, num_hidden_layers=4, moe_layer_end_index=2)
+        own = random_mtp(model).own | {"shared_head.norm.weight": model.model.norm.weight}
+        reference = ErnieReference(model, own)
+        rename_mtp(folder, reference, ERNIE, 3)
+        change_config(folder, num_hidden_layers=3)
+    else:
+        model = make_model(name, num_layers=3)
+        own = random_mtp(model).own | {"embed_tokens.weight": model.lm_head.weight.flip(0)}
+        reference = LongcatReference(model, own)
+        rename_mtp(folder, reference, LONGCAT, 2)
+        change_config(folder, num_layers=2)
     return reference
 
 
@@ -215,14 +394,7 @@ class HybridMTPReference(MTPReference):
     by 1 + weight."""
 
     def _states(self, ids: list[int]) -> torch.Tensor:
-        inner = self.model.model
-        layers = inner.layers
-        inner.layers = layers[:-1]
-        try:
-            states: torch.Tensor = inner(torch.tensor([ids]), use_cache=False).last_hidden_state[0]
-        finally:
-            inner.layers = layers
-        return states
+        return self._states_of_model(ids)
 
     def propose(self, ids: list[int], count: int) -> list[int]:
         with torch.inference_mode():

@@ -64,12 +64,13 @@ def test_ranks_divide_it(name: str, tmp_path: Path) -> None:
         assert describe(checkpoint, 8).tensors == len(tensors)
 
 
-def test_a_tensor_of_the_layer_for_drafts_is_compared(tmp_path: Path) -> None:
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_tensor_of_the_layer_for_drafts_is_compared(ranks: int, tmp_path: Path) -> None:
     config, tensors = published(WITH_DRAFTS)
     name = "model.mtp_layers.0.mlp.down_proj.weight"
     write_checkpoint(tmp_path, config, {**tensors, name: StoredTensor("BF16", (4096, 11007))})
     with pytest.raises(CheckpointError, match=f"{name} has shape"):
-        describe(load_checkpoint(str(tmp_path)))
+        describe(load_checkpoint(str(tmp_path)), ranks)
 
 
 def test_ranks_that_cannot_divide_it_are_refused(tmp_path: Path) -> None:

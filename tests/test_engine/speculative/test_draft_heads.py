@@ -29,6 +29,7 @@ from headrace_testing.draft_heads import (
     save_hybrid_mtp,
     save_mimo,
     save_mtp,
+    save_named_mtp,
     save_perfect_mtp,
 )
 from headrace_testing.engines import Output, engine_config, run
@@ -40,12 +41,16 @@ CheckpointMaker = Callable[[str], Path]
 HeadMaker = Callable[[str], tuple[Path, MTPReference]]
 Found = dict[tuple[str, int], Output]
 FAMILIES = ("glm4-moe", "deepseek-v3", "deepseek-v32", "glm-moe-dsa", "glm4-moe-lite")
+# Families with names of their own for the layer.
+NAMED = ("mimo-v2", "ernie4_5-moe", "longcat-flash")
 HYBRID = ("qwen3_5", "qwen3_5-moe", "qwen3-next")
 # Shapes with the head of another shape.
 LIKE_OTHERS = ("qwen3_5-multimodal", "qwen3_5-moe-multimodal", "glm-moe-dsa-shared")
 # Shapes that no draft head of their own exists for, or is supported.
 WITHOUT_HEAD = tuple(
-    name for name in SHAPES if name not in (*FAMILIES, *HYBRID, *LIKE_OTHERS, "gpt2", "gpt_neox")
+    name
+    for name in SHAPES
+    if name not in (*FAMILIES, *NAMED, *HYBRID, *LIKE_OTHERS, "gpt2", "gpt_neox")
 )
 
 
@@ -270,13 +275,34 @@ def test_what_heads_do_not_support_is_refused_by_name(
         engine_config(folder, speculative_config=mtp(), **options)
 
 
-def test_ranks_of_other_models_do_not_share_a_head(heads: HeadMaker, tmp_path: Path) -> None:
+def test_ranks_do_not_share_an_eagle3_head(heads: HeadMaker, tmp_path: Path) -> None:
     folder, _ = heads("glm4-moe")
-    words = "method (mtp|eagle3) does not support tensor_parallel_size 2"
-    with pytest.raises(ConfigError, match=words):
-        make_engine(folder, 2, speculative_config=mtp())
+    words = "method eagle3 does not support tensor_parallel_size 2"
     with pytest.raises(ConfigError, match=words):
         engine_config(folder, speculative_config=eagle3(tmp_path), tensor_parallel_size=2)
+
+
+@pytest.mark.parametrize(
+    ("name", "whole_experts"),
+    [
+        ("glm4-moe", False),
+        ("deepseek-v3", True),
+        ("glm-moe-dsa", False),
+        ("glm4-moe-lite", True),
+    ],
+)
+def test_ranks_divide_a_head(heads: HeadMaker, name: str, whole_experts: bool) -> None:
+    """Prompts in chunks, preemption, and rejected drafts."""
+    folder, reference = heads(name)
+    options = {"max_num_batched_tokens": 24, "num_blocks": 16, "max_model_len": 48}
+    requests = mixed_requests()[1:3]
+    expected, _ = decode(folder, None, requests, **options)
+    engine, runner = make_engine(
+        folder, 2, speculative_config=mtp(), enable_expert_parallel=whole_experts, **options
+    )
+    check_head(engine, expected, reference, requests)
+    close(runner)
+    assert engine.stats().preemptions > 0
 
 
 @pytest.mark.refuses("mtp")
@@ -413,10 +439,15 @@ def test_a_head_follows_a_model_with_recurrent_states(
         close(runner)
 
 
-def check_head(engine: Engine, expected: Found, reference: MTPReference) -> None:
+def check_head(
+    engine: Engine,
+    expected: Found,
+    reference: MTPReference,
+    requests: list[EngineRequest] | None = None,
+) -> None:
     """A head must change no token, and propose those of the reference."""
     proposer = recorded(engine)
-    assert tokens_of(run(engine, mixed_requests())) == tokens_of(expected)
+    assert tokens_of(run(engine, requests or mixed_requests())) == tokens_of(expected)
     assert acceptance(engine) < 0.5
     proposer.proposals.clear()
     params = SamplingParams(temperature=0.0, max_tokens=10, ignore_eos=True)
@@ -433,6 +464,60 @@ def test_a_recurrent_model_without_a_head_is_refused_by_name(
     save_eagle3(tmp_path, eagle_target)
     with pytest.raises(ConfigError, match="method eagle3 does not support Qwen3_5"):
         engine_of(checkpoint("qwen3_5"), eagle3(tmp_path))
+
+
+@pytest.fixture(scope="module")
+def named_heads(tmp_path_factory: pytest.TempPathFactory) -> HeadMaker:
+    """A checkpoint with a random head under published names, and the reference for its drafts."""
+    made: dict[str, tuple[Path, MTPReference]] = {}
+
+    def make(name: str) -> tuple[Path, MTPReference]:
+        if name not in made:
+            folder = tmp_path_factory.mktemp(name)
+            made[name] = folder, save_named_mtp(folder, name)
+        return made[name]
+
+    return make
+
+
+@pytest.mark.proves("mtp")
+@pytest.mark.parametrize("name", NAMED)
+@pytest.mark.parametrize(("backend", "ranks"), [("reference", 1), ("cpu", 1), ("cpu", 2)])
+def test_a_head_under_other_names_is_the_published_one(
+    named_heads: HeadMaker, name: str, backend: str, ranks: int
+) -> None:
+    """Prompts in chunks, preemption, cached prefixes and rejected drafts."""
+    folder, reference = named_heads(name)
+    options: dict[str, Any] = {"attention_backend": backend, "max_num_batched_tokens": 24}
+    options |= {"num_blocks": 16, "max_model_len": 48}
+    requests = mixed_requests()[:3]
+    expected, _ = decode(folder, None, requests, **options)
+    if ranks == 1:
+        check_head(engine_of(folder, mtp(), **options), expected, reference, requests)
+        return
+    options["enable_expert_parallel"] = name == "mimo-v2"
+    engine, runner = make_engine(folder, ranks, speculative_config=mtp(), **options)
+    check_head(engine, expected, reference, requests)
+    close(runner)
+
+
+@pytest.mark.parametrize("name", NAMED)
+def test_a_head_of_int8_weights_changes_no_token(named_heads: HeadMaker, name: str) -> None:
+    folder, _ = named_heads(name)
+    requests = mixed_requests()[-2:]
+    expected, _ = decode(folder, None, requests, quantization="int8")
+    found, engine = decode(folder, mtp(), requests, quantization="int8")
+    assert tokens_of(found) == tokens_of(expected)
+    assert acceptance(engine) < 0.5
+
+
+@pytest.mark.parametrize("name", NAMED)
+def test_a_layer_for_drafts_is_not_read_without_them(named_heads: HeadMaker, name: str) -> None:
+    folder, reference = named_heads(name)
+    prompt = list(range(30, 41))
+    params = SamplingParams(temperature=0.0, max_tokens=1, ignore_eos=True)
+    found, _ = decode(folder, None, [make_request("r", prompt, params)])
+    assert found["r", 0].token_ids == [reference.next_token(prompt)]
 
 
 @pytest.mark.proves("mtp", architectures=["MiMoForCausalLM"])

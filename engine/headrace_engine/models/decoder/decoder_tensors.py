@@ -7,6 +7,9 @@ from ...checkpoints.tensor_files import Shape
 
 # A mixture beside a layer's MLP.
 SHORTCUT = "shortcut"
+# Parts that predict further tokens, besides layers that follow the decoder's own.
+_ERNIE_DRAFTS = tuple(f"mtp_{name}" for name in ("block", "emb_norm", "hidden_norm", "linear_proj"))
+_DRAFTS = ("mtp", "mtp_layers", *_ERNIE_DRAFTS)
 
 
 def expected_tensors(config: ModelConfig) -> dict[str, Shape]:
@@ -152,7 +155,8 @@ def ignored_tensors(config: ModelConfig) -> tuple[str, ...]:
     """
     drafts = range(config.num_layers, config.num_layers + config.draft_layers)
     ignored = ["visual."] if config.multimodal else []
-    ignored += ["model.mtp.", "model.mtp_layers.", *(f"model.layers.{index}." for index in drafts)]
+    ignored += [f"model.{name}." for name in _DRAFTS]
+    ignored += [f"model.layers.{index}." for index in drafts]
     if config.experts is not None and config.experts.zero:
         unused = range(config.experts.count, config.experts.choices)
         layers = [layer for layer in range(config.num_layers) if config.has_shortcut(layer)]

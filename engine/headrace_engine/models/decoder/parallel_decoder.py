@@ -22,7 +22,8 @@ from .positions import PositionTables
 
 class ParallelDecoder(Decoder):
     """One rank's decoder. `weights` are this rank's part; `embeddings` is the number of rows of the
-    whole embedding. Logits are complete on rank 0 and undefined on other ranks."""
+    whole embedding. Logits are complete on rank 0 and undefined on other ranks. With
+    `returns_states` every rank returns the whole hidden states instead."""
 
     def __init__(
         self,
@@ -34,8 +35,11 @@ class ParallelDecoder(Decoder):
         *,
         shard: Shard,
         embeddings: int,
+        returns_states: bool = False,
     ) -> None:
         joined = _join(weights, config.vocab_size, shard)
+        if returns_states:
+            joined = replace(joined, lm_head=_unchanged)
         super().__init__(shard_config(config, shard), joined, positions, ops, attention)
         self._shard = shard
         self._lora_shapes = lora_shapes(config, WeightCuts(config, shard).ranges)
@@ -123,6 +127,10 @@ def _trimmed(parts: Sequence[torch.Tensor], outputs: int) -> list[torch.Tensor]:
     return [
         part[:, : end - start] for part, start, end in zip(parts, [0, *ends], ends, strict=False)
     ]
+
+
+def _unchanged(x: torch.Tensor) -> torch.Tensor:
+    return x
 
 
 def summed(x: torch.Tensor, collectives: Collectives) -> torch.Tensor:

@@ -19,15 +19,25 @@ from ..decoder.decoder import Decoder, finish_logits
 from ..decoder.decoder_tensors import expected_tensors
 from ..decoder.decoder_weights import DecoderWeights, make_layer_reader
 from ..decoder.fused import FusedDecoder
+from ..decoder.parallel_decoder import GatheredHead
 from ..decoder.positions import PositionTables
 from ..layout import Piece
 from ..linear.linear_maker import NO_INT8, LinearMaker, QuantizedOps, computes_natively
 from ..linear.native_linear import NativeLinear
+from ..parallel import Shard, WeightCuts
 from ..quantization.base import QuantizedFormat
 from ..weights.weights import EMBEDDING, WeightReader
 from .base import DraftHead
 from .eagle3 import TAPS, EagleConfig, EagleHead, EagleWeights, TappedDecoder
-from .mtp import MTPHead, MTPNames, MTPWeights, head_config, mtp_names
+from .mtp import (
+    HeadDecoder,
+    MTPHead,
+    MTPNames,
+    MTPWeights,
+    ParallelHeadDecoder,
+    head_config,
+    mtp_names,
+)
 from .target import HeadTarget
 
 HEAD = "lm_head.weight"
@@ -44,7 +54,7 @@ D2T = "d2t"
 class HeadSource:
     """The files of a target's checkpoint, and how its layers are made. `tensors` are those that
     the files store; `locate` says where; `quantize` makes int8 of linear layers; `length` is the
-    longest sequence in tokens."""
+    longest sequence in tokens; `shard` is the part of all layers that this process holds."""
 
     checkpoint: Checkpoint
     tensors: Mapping[str, TensorInfo]
@@ -57,12 +67,14 @@ class HeadSource:
     attention: AttentionBackend
     quantize: bool
     length: int
+    shard: Shard | None
 
     @property
     def folder(self) -> Path:
         return self.checkpoint.folder
 
-    def reader(self, locate: Callable[[str], Piece]) -> WeightReader:
+    def reader(self, locate: Callable[[str], Piece], config: ModelConfig) -> WeightReader:
+        """Reads this process's part of a decoder of this shape."""
         return WeightReader(
             self.folder,
             self.dtype,
@@ -70,7 +82,8 @@ class HeadSource:
             locate,
             self.progress,
             self.quantized,
-            tensors=self.tensors,
+            None if self.shard is None else WeightCuts(config, self.shard),
+            self.tensors,
         )
 
 
@@ -97,8 +110,8 @@ def load_mtp(
     ConfigError or CheckpointError."""
     names = mtp_names(source.checkpoint, config)
     paths = _MTPPaths(names, config, source, source.tensors)
-    own = head_config(config)
-    reader = source.reader(paths.locate)
+    own = head_config(config, names)
+    reader = source.reader(paths.locate, own)
     reader.check(paths.expected(own), ignored=("model.", HEAD))
     linears = LinearMaker(reader, source.ops, source.quantize)
     layers = make_layer_reader(own, reader, linears, source.ops)
@@ -117,7 +130,14 @@ def load_mtp(
         reader.read(TARGET_NORM) if names.before_norm else None,
     )
     positions = PositionTables(own, source.length, source.device)
-    head = MTPHead(own, weights, head_weights, names, positions, source.ops, source.attention)
+    parts = (own, weights, positions, source.ops, source.attention)
+    shard = source.shard
+    if shard is None:
+        decoder = HeadDecoder(*parts)
+    else:
+        decoder = ParallelHeadDecoder(*parts, shard=shard, embeddings=own.vocab_size)
+        shared = GatheredHead(shared, own.vocab_size, shard)
+    head = MTPHead(decoder, head_weights, names)
     return make_target(config, body, shared, source.dtype), head
 
 
@@ -143,7 +163,7 @@ def tapped_target(
 def fused_target(config: ModelConfig, body: FusedDecoder, source: HeadSource) -> TappedTarget:
     """A decoder that native kernels compute, whose own output matrix is the identity."""
     head = EMBEDDING if config.tie_word_embeddings else HEAD
-    reader = source.reader(source.locate)
+    reader = source.reader(source.locate, config)
     shape = (config.vocab_size, config.hidden_size)
     reader.check({EMBEDDING: shape, head: shape}, ignored=("model.", HEAD))
     linears = LinearMaker(reader, source.ops, source.quantize)
@@ -270,7 +290,9 @@ class _MTPPaths:
         stored: Mapping[str, TensorInfo],
     ) -> None:
         self._names, self._source, self._config = names, source, config
-        self._prefix = names.prefix.format(config.num_layers)
+        self._prefix, self._layer = (
+            prefix.format(config.num_layers) for prefix in (names.prefix, names.layer)
+        )
         self.shared_head = EMBEDDING if config.tie_word_embeddings else HEAD
         self.embedding = self._if_stored(names.embedding, EMBEDDING, stored)
         self.head = self._if_stored(names.head, self.shared_head, stored)
@@ -302,19 +324,26 @@ class _MTPPaths:
         if name == NORM:
             return f"{prefix}{names.norm}.weight"
         if name.startswith(LAYER):
-            return prefix + name.removeprefix(LAYER)
+            inner = name.removeprefix(LAYER)
+            for usual, stored in names.renamed:
+                inner = inner.replace(usual, stored)
+            return self._layer + inner
         inside = (names.embedding_norm, names.hidden_norm, names.projection, names.head)
         if name.removesuffix(".weight") in (*inside, names.embedding):
             return prefix + name
         return name
 
-    def _if_stored(self, name: str, shared: str, stored: Mapping[str, TensorInfo]) -> str | None:
+    def _if_stored(
+        self, name: str | None, shared: str, stored: Mapping[str, TensorInfo]
+    ) -> str | None:
         """The tensor's name within the layer; None if it is absent or equals the shared one. On the
         meta device, which has no values, none are equal."""
+        if name is None:
+            return None
         name = f"{name}.weight"
         if self.locate(name).stored not in stored:
             return None
-        reader = self._source.reader(self.locate)
+        reader = self._source.reader(self.locate, self._config)
         shape = (self._config.vocab_size, self._config.hidden_size)
         reader.check({name: shape, shared: shape}, ignored=("model.", HEAD))
         valued = reader.device.type != "meta"

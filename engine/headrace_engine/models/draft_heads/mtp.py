@@ -13,14 +13,12 @@ import torch
 
 from ...checkpoints.checkpoint import Checkpoint
 from ...checkpoints.config import ModelConfig
-from ...core.attention_backend import AttentionBackend, LayerCache
+from ...core.attention_backend import LayerCache
 from ...core.errors import ConfigError
 from ...layers.layers import Linear
-from ...operators.base import Ops
 from ..base import ForwardBatch
 from ..decoder.decoder import Decoder
-from ..decoder.decoder_weights import DecoderWeights
-from ..decoder.positions import PositionTables
+from ..decoder.parallel_decoder import ParallelDecoder
 from .base import HeadStates
 
 
@@ -28,22 +26,31 @@ from .base import HeadStates
 class MTPNames:
     """How a family's checkpoint names the tensors of its first MTP layer, and the layer's variants.
 
-    All names begin with `prefix`, in which {} stands for the number of the decoder's layers. With
-    `hidden_first` the projection's input is the hidden state, then the embedding; otherwise the
-    reverse. With `before_norm` the layer reads the target's state before the target's last norm.
-    The next draft reads the layer's result, with `follows_norm` after the layer's last norm.
+    The names of the decoder layer's tensors begin with `layer`, those of all others with `prefix`;
+    {} stands for the number of the decoder's layers. `renamed` are parts of the former names that
+    differ from Llama's. A layer without `head` or `embedding` shares the decoder's. A `dense` layer
+    has an MLP where the decoder's last layer has a mixture; with `windowed` its attention is that
+    of the decoder's layers with a window.
+
+    With `hidden_first` the projection's input is the hidden state, then the embedding; otherwise
+    the reverse. With `before_norm` the layer reads the target's state before the target's last
+    norm. The next draft reads the layer's result, with `follows_norm` after the layer's last norm.
     """
 
+    layer: str = "model.layers.{}."
     prefix: str = "model.layers.{}."
+    renamed: tuple[tuple[str, str], ...] = ()
     norm: str = "shared_head.norm"
-    head: str = "shared_head.head"
-    embedding: str = "embed_tokens"
+    head: str | None = "shared_head.head"
+    embedding: str | None = "embed_tokens"
     embedding_norm: str = "enorm"
     hidden_norm: str = "hnorm"
     projection: str = "eh_proj"
     hidden_first: bool = False
     follows_norm: bool = False
     before_norm: bool = False
+    dense: bool = False
+    windowed: bool = False
 
     def projection_of(self, num_layers: int) -> str:
         """The projection's tensor in a checkpoint whose decoder has `num_layers` layers."""
@@ -52,13 +59,54 @@ class MTPNames:
 
 DEEPSEEK = MTPNames()
 MIMO = MTPNames(
+    layer="model.mtp_layers.0.",
     prefix="model.mtp_layers.0.",
     norm="final_layernorm",
+    head=None,
+    embedding=None,
     embedding_norm="token_layernorm",
     hidden_norm="hidden_layernorm",
     projection="input_proj",
     hidden_first=True,
     before_norm=True,
+)
+# https://github.com/sgl-project/sglang/blob/main/python/sglang/srt/models/mimo_v2_flash_nextn.py
+MIMO_V2 = MTPNames(
+    layer="model.mtp.layers.0.",
+    prefix="model.mtp.layers.0.",
+    renamed=(("post_attention_layernorm", "pre_mlp_layernorm"),),
+    norm="final_layernorm",
+    head=None,
+    embedding=None,
+    follows_norm=True,
+    dense=True,
+    windowed=True,
+)
+# https://github.com/PaddlePaddle/ERNIE/blob/develop/ernie/modeling_moe.py
+ERNIE = MTPNames(
+    layer="model.mtp_block.0.",
+    prefix="model.",
+    norm="norm",
+    head=None,
+    embedding=None,
+    embedding_norm="mtp_emb_norm.0",
+    hidden_norm="mtp_hidden_norm.0",
+    projection="mtp_linear_proj.0",
+    before_norm=True,
+    dense=True,
+)
+# https://github.com/vllm-project/vllm/blob/main/vllm/model_executor/models/longcat_flash_mtp.py
+LONGCAT = MTPNames(
+    layer="model.mtp.layers.0.",
+    prefix="model.mtp.",
+    renamed=(("mlp.", "transformer_layer.mlp."),),
+    norm="norm",
+    head=None,
+    embedding_norm="layers.0.enorm.m",
+    hidden_norm="layers.0.hnorm.m",
+    projection="layers.0.eh_proj",
+    follows_norm=True,
+    dense=True,
 )
 FAMILIES: dict[str, MTPNames] = {
     "DeepseekV3ForCausalLM": DEEPSEEK,
@@ -67,6 +115,9 @@ FAMILIES: dict[str, MTPNames] = {
     "Glm4MoeForCausalLM": DEEPSEEK,
     "Glm4MoeLiteForCausalLM": DEEPSEEK,
     "MiMoForCausalLM": MIMO,
+    "MiMoV2FlashForCausalLM": MIMO_V2,
+    "Ernie4_5_MoeForCausalLM": ERNIE,
+    "LongcatFlashForCausalLM": LONGCAT,
 }
 
 
@@ -86,21 +137,22 @@ def mtp_names(checkpoint: Checkpoint, config: ModelConfig) -> MTPNames:
     return found
 
 
-def head_config(config: ModelConfig) -> ModelConfig:
+def head_config(config: ModelConfig, names: MTPNames = DEEPSEEK) -> ModelConfig:
     """The shape of the head as a decoder of one layer: like the decoder's last layer, but with
-    attention to all keys, or those that an indexer of its own chooses."""
+    attention to all keys, or those that an indexer of its own chooses, unless `names` differ."""
     experts, latent = config.experts, config.latent
     if experts is not None:
-        experts = replace(experts, sparse=experts.sparse[-1:])
+        experts = None if names.dense else replace(experts, sparse=experts.sparse[-1:])
+    window = next(filter(None, config.windows), None) if names.windowed else None
     if latent is not None and latent.index is not None:
         latent = replace(latent, index=replace(latent.index, shared=frozenset()))
     return replace(
         config,
         num_layers=1,
-        windows=(None,),
+        windows=(window,),
         chunked=False,
         unrotated=frozenset(),
-        local_rope=None,
+        local_rope=None if window is None else config.local_rope,
         experts=experts,
         latent=latent,
         kv_scales=None,
@@ -135,6 +187,10 @@ class HeadDecoder(Decoder):
         return self._finished(self._lm_head(normed))
 
 
+class ParallelHeadDecoder(ParallelDecoder, HeadDecoder):
+    """One rank's part of a decoder of one layer."""
+
+
 @dataclass(frozen=True, slots=True)
 class MTPWeights:
     """The head's weights outside its layer. `target_norm` is the target's last norm, if the head
@@ -149,18 +205,8 @@ class MTPWeights:
 class MTPHead:
     """A loaded MTP layer."""
 
-    def __init__(
-        self,
-        config: ModelConfig,
-        weights: DecoderWeights,
-        own: MTPWeights,
-        names: MTPNames,
-        positions: PositionTables,
-        ops: Ops,
-        attention: AttentionBackend,
-    ) -> None:
-        self._decoder = HeadDecoder(config, weights, positions, ops, attention)
-        self._own, self._names = own, names
+    def __init__(self, decoder: HeadDecoder, own: MTPWeights, names: MTPNames) -> None:
+        self._decoder, self._own, self._names = decoder, own, names
         self.kv_shapes = self._decoder.kv_shapes
         self._inverse: torch.Tensor | None = None
         if own.target_norm is not None:

@@ -5,6 +5,7 @@ checkpoint fails at once, with file and tensor. Quantised weights are converted 
 for layers that compute with them.
 """
 
+import re
 from collections.abc import Callable, Collection, Container, Iterable, Mapping
 from functools import cache
 from pathlib import Path
@@ -37,6 +38,7 @@ from ..quantization.base import QuantizedFormat, StoredWeight, TensorSpec
 __all__ = ["INDEX_FILE", "SINGLE_FILE", "Shape", "WeightReader", "scan", "stored_dtype"]
 
 MAX_LISTED_NAMES = 5
+_NUMBER = re.compile(r"(?<=\.)\d+(?=\.)")
 EMBEDDING = "model.embed_tokens.weight"
 # Stored tensors that have no effect while activations and KV are unquantised.
 HARMLESS = (
@@ -86,6 +88,8 @@ class WeightReader:
         self._expected: Mapping[str, Shape] = {}
         # The last unpacked matrix, for its further parts: they are requested one after the other.
         self._unpacked: tuple[str, StoredWeight] | None = None
+        # The first quantised matrix of each kind, on the meta device.
+        self._first: dict[tuple[str, ...], str] = {}
 
     def check(self, expected: Mapping[str, Shape], ignored: Collection[str] = ()) -> None:
         """Compares the files' headers with the expected names and shapes.
@@ -199,7 +203,8 @@ class WeightReader:
 
     def stack(self, names: Iterable[str]) -> torch.Tensor:
         """The named tensors concatenated in dimension 0, in new memory."""
-        if self._needs_shapes_alone:
+        names = tuple(names)
+        if self._needs_shapes_alone(names):
             shapes = [self.shape(name) for name in names]
             return self._made((sum(shape[0] for shape in shapes), *shapes[0][1:]), self.dtype)
         parts = [self._part(name) for name in names]
@@ -246,7 +251,8 @@ class WeightReader:
 
     def _stored(self, names: Iterable[str], kind: type[Stored]) -> list[Stored] | None:
         """This rank's parts of the named matrices as stored; None if one is of another kind."""
-        if self._needs_shapes_alone:
+        names = tuple(names)
+        if self._needs_shapes_alone(names):
             return None
         parts: list[Stored] = []
         for name in names:
@@ -266,7 +272,7 @@ class WeightReader:
     def _part(self, name: str, dtype: torch.dtype | None = None) -> torch.Tensor:
         """This rank's part; reads only its own pages of unquantised tensors. `dtype` is the one
         that it will have, if that is not the reader's."""
-        if self._needs_shapes_alone:
+        if self._needs_shapes_alone((name,)):
             return self._made(self.shape(name), dtype or self.dtype)
         whole = self._load(name, dtype or self.dtype)
         return whole if self._cuts is None else self._cuts.tensor(name, whole)
@@ -283,12 +289,26 @@ class WeightReader:
             return weight.dequantize(dtype)
         return weight.dequantize().view(shape)
 
-    @property
-    def _needs_shapes_alone(self) -> bool:
+    def _needs_shapes_alone(self, names: tuple[str, ...]) -> bool:
         """Whether tensors are made without what is stored: on the meta device only cuts, which must
         lie between groups of quantised matrices, depend on more than the shapes that `check` has
-        compared."""
-        return self.device.type == "meta" and self._cuts is None
+        compared. One matrix of each kind is cut."""
+        if self.device.type != "meta":
+            return False
+        return self._cuts is None or not any([self._is_cut(name) for name in names])
+
+    def _is_cut(self, name: str) -> bool:
+        """Whether a matrix is quantised, and the first of those with its stored shapes whose names
+        differ only in numbers of layers and experts."""
+        stored = self._locate(name).stored
+        if not self._is_quantized(stored):
+            return False
+        shapes = [
+            str(self._files.tensors[tensor].shape)
+            for tensor in self._specs(stored, self._shapes[stored])
+        ]
+        kind = (_NUMBER.sub("", name), *shapes)
+        return self._first.setdefault(kind, name) == name
 
     def _made(self, shape: Shape, dtype: torch.dtype) -> torch.Tensor:
         return torch.empty(shape, dtype=dtype, device=self.device)
