@@ -8,6 +8,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from importlib import import_module
+from importlib.util import find_spec
 from pathlib import Path
 
 import psutil
@@ -62,6 +63,13 @@ def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> 
 def test_each_program_can_be_imported(module: str) -> None:
     """Every program can be imported without a device, peers and network."""
     import_module(module)
+
+
+def test_no_module_is_taken_for_the_package_kernels() -> None:
+    """transformers looks for the package: a module of this name would be imported with it, after a
+    search through all installed packages."""
+    found = find_spec("kernels")
+    assert found is None or not Path(found.origin or "").is_relative_to(BENCHMARKS)
 
 
 @pytest.mark.parametrize("program", PROGRAMS)
@@ -157,7 +165,7 @@ def test_kernels(
     packs_bfloat16: bool | None, run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Runs even if oneDNN lacks the instructions to pack weights in bfloat16."""
-    kernels = import_module("kernels")
+    kernels = import_module("cpu_kernels")
     monkeypatch.setattr(kernels, "MEMORY_FLOATS", 2**20)
     monkeypatch.setattr(kernels, "SIDE", 64)
     monkeypatch.setattr(kernels, "ELEMENTWISE_ROWS", (1, 64))
@@ -165,7 +173,7 @@ def test_kernels(
         monkeypatch.setattr(kernels, "packs", lambda dtype: dtype is torch.float32)
     file = tmp_path / "kernels.json"
     small = ["--rounds", "1", "--threads", "1", "--only", "rms_norm", "--json", str(file)]
-    printed, found = run("kernels", *small), json.loads(file.read_text())
+    printed, found = run("cpu_kernels", *small), json.loads(file.read_text())
     assert found["results"] and found["roofs"]["products_by"] in printed.splitlines()[0]
 
 

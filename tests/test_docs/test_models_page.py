@@ -17,8 +17,8 @@ from headrace_testing.proofs import Proof, proofs
 TOKENS = {Proof("tokens", True, name, published=True) for name in MODELS}
 
 
-def test_the_table_is_what_tests_prove() -> None:
-    made = table(proven(proofs()))
+def test_the_table_is_what_tests_prove(request: pytest.FixtureRequest) -> None:
+    made = table(proven(proofs(request.session)))
     assert f"{BEGIN}\n{made}\n{END}" in PAGE.read_text(), "`make generated` writes it anew"
 
 

@@ -47,8 +47,11 @@ class Proof:
     published: bool
 
 
-def proofs() -> set[Proof]:
-    """The proofs of all tests, which are collected by a process of their own and not run."""
+def proofs(session: pytest.Session | None = None) -> set[Proof]:
+    """The proofs of all tests: those of the session if it has collected all tests. Otherwise a
+    process of its own collects them, and runs none."""
+    if session is not None and _has_all(session.config):
+        return proofs_of(session)
     texts = {file: file.read_text() for file in sorted(TESTS.rglob("test_*.py"))}
     marked = [file for file, text in texts.items() if any(f".{mark}(" in text for mark in MARKS)]
     with tempfile.TemporaryDirectory() as folder:
@@ -73,8 +76,23 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--proofs", help="the file that the proofs of collected tests are written to")
 
 
+def proofs_of(session: pytest.Session) -> set[Proof]:
+    """The proofs of the tests that this session has collected."""
+    return {proof for item in session.items for proof in _proofs_of(item)}
+
+
+def _has_all(config: pytest.Config) -> bool:
+    """Whether a folder of all these tests is collected, and no option selects some of them."""
+    given = config.option
+    selected = (given.keyword, given.deselect, given.ignore, given.ignore_glob)
+    if any(selected) or given.markexpr not in config.getini("addopts"):
+        return False
+    folders = [Path(config.invocation_params.dir, each) for each in config.args]
+    return any(map(TESTS.is_relative_to, folders))
+
+
 def pytest_collection_finish(session: pytest.Session) -> None:
-    found = sorted({proof for item in session.items for proof in _proofs_of(item)})
+    found = sorted(proofs_of(session))
     rows = [(each.kind, each.works, each.model, each.published) for each in found]
     Path(session.config.getoption("--proofs")).write_text(json.dumps(rows))
 

@@ -74,6 +74,12 @@ ROOM = {"gemma4-multimodal": {"max_num_batched_tokens": 96}}
 # Width and height in pixels: a token is 8 x 8, and larger images than 64 x 64 are made smaller.
 SIZES = ((8, 8), (24, 16), (16, 40), (9, 61), (64, 64), (3, 11), (100, 150), (160, 8))
 
+# The backend, and tokens of a step.
+in_chunks_and_whole = pytest.mark.parametrize(
+    ("attention", "chunk"),
+    [pair for pair in (("reference", 7), ("cpu", 512), ("cpu", 7)) if pair[0] in cpu_backends()],
+)
+
 
 @pytest.fixture(scope="module", params=cpu_backends())
 def backend(request: pytest.FixtureRequest) -> str:
@@ -111,10 +117,7 @@ def answer(engine: Engine, prompts: ImagePrompts, asked: list[Prompt]) -> list[O
     return [outputs[str(at), 0] for at in range(len(asked))]
 
 
-@pytest.mark.parametrize(
-    ("attention", "chunk"),
-    [pair for pair in (("reference", 7), ("cpu", 512), ("cpu", 7)) if pair[0] in cpu_backends()],
-)
+@in_chunks_and_whole
 @pytest.mark.proves("images")
 @pytest.mark.parametrize("name", (*NAMES, "qwen3_5-moe-multimodal"))
 def test_greedy_tokens_equal_transformers(
@@ -142,13 +145,13 @@ def videos(name: str) -> list[Prompt]:
     return found
 
 
-@pytest.mark.parametrize("chunk", [7, 512])
+@in_chunks_and_whole
 @pytest.mark.parametrize("name", WITH_VIDEOS)
 def test_greedy_tokens_after_videos_equal_transformers(
-    name: str, chunk: int, backend: str, checkpoint: CheckpointMaker, prompts: PromptsMaker
+    name: str, attention: str, chunk: int, checkpoint: CheckpointMaker, prompts: PromptsMaker
 ) -> None:
     chunk = max(chunk, WHOLE.get(name, 0))
-    engine = serve(checkpoint(name), attention_backend=backend, max_num_batched_tokens=chunk)
+    engine = serve(checkpoint(name), attention_backend=attention, max_num_batched_tokens=chunk)
     answer(engine, prompts(name), videos(name))
 
 

@@ -66,8 +66,8 @@ def test_the_bound_is_the_least_work_of_all_but_the_largest_requests() -> None:
 
 @pytest.mark.parametrize("seed", [11, 12, 13])
 def test_the_oracle_meets_the_objectives_for_less_than_any_policy(seed: int) -> None:
-    """A day of one hour, with its rhythm and a burst."""
-    given = diurnal(Diurnal(seconds=3600, day=3600, peak_rate=6.0, bursts=1, seed=seed))
+    """A day of half an hour, with its rhythm and a burst."""
+    given = diurnal(Diurnal(seconds=1800, day=1800, peak_rate=6.0, bursts=1, seed=seed))
     profile = load_profile(None)
     comparison = Comparison(
         trace=given,

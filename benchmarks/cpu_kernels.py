@@ -1,7 +1,7 @@
 """Compares each native CPU kernel with the torch operations that it replaces, in turns, and with
 this machine's measured rooflines.
 
-    python benchmarks/kernels.py [--threads N] [--rounds 9] [--dtype bfloat16] [--isa NAME]
+    python benchmarks/cpu_kernels.py [--threads N] [--rounds 9] [--dtype bfloat16] [--isa NAME]
         [--kv-cache-dtype fp8] [--only TEXT] [--json FILE]
 
 The roofs are measured in the same run: the rate at which all threads read memory (`bandwidth`) and
