@@ -26,7 +26,7 @@ class DirectStream:
     answer: Answer
     stream: EventStream
     observation: Observation | None
-    _text_events: dict[int, TextEvent | None] = field(default_factory=dict)
+    _text_events: dict[int, TextEvent] = field(default_factory=dict)
     _over: asyncio.Future[None] | None = None
 
     async def push(self) -> None:
@@ -69,19 +69,21 @@ class DirectStream:
 
     def _text(self, delta: Delta) -> bytes | None:
         """Returns the event of a delta that has only text; None if it may have more."""
-        make = self._text_event(delta.choice)
-        new = None if make is None else self.run.text(delta)
-        if make is None or new is None:
+        make = self._text_events.get(delta.choice) or self._text_event(delta.choice)
+        text = None if make is None else self.run.text(delta)
+        if make is None or text is None:
             return None
         if self.observation is not None:
-            self.observation.tokens(delta.choice, new.tokens)
-        return make(new.text) if new.text else b""
+            self.observation.tokens(delta.choice, len(delta.token_ids))
+        return make(text) if text else b""
 
     def _text_event(self, choice: int) -> TextEvent | None:
-        found = self._text_events.get(choice)
-        if found is None and isinstance(self.answer, OpenAIAnswer):
-            found = self._text_events[choice] = self.answer.text_event(choice)
-        return found
+        if not isinstance(self.answer, OpenAIAnswer):
+            return None
+        made = self.answer.text_event(choice)
+        if made is not None:
+            self._text_events[choice] = made
+        return made
 
     def _any(self, delta: Delta) -> bytes:
         piece = self.run.read(delta)

@@ -434,17 +434,18 @@ class GenerationClient:
         """Handles a frame to this gateway, or to `holder`: then only for requests of `holder`."""
         now = self._now()
         self._watchdog.heard[frame.engine_id, frame.model] = now
-        self._calm = now - self._dispatched > CALM
+        self._calm = calm = now - self._dispatched > CALM
+        model, engine_id = frame.model, frame.engine_id
         for reply in frame.replies:
             generation = self._active.get(reply.request_id)
             if generation is None:
                 if holder is None:
                     self._unknown(frame, reply, now)
-            elif frame.model not in ("", generation.request.model):
+            elif model and model != generation.request.model:
                 self._count("another_model")
             elif holder is None or generation.holder == holder:
-                generation.handle(frame.engine_id, reply, now)
-                if self._calm:
+                generation.handle(engine_id, reply, now, at_once=calm)
+                if calm and self._unnotified:
                     self._notify()
         self._calm, self._dispatched = False, self._now()
 

@@ -141,7 +141,10 @@ class Generation:
     def take(self) -> Delta | None:
         """Returns the next delta without waiting; None if nothing has come, or nothing more
         comes."""
-        return merged(self._deltas) if self._deltas else None
+        deltas = self._deltas
+        if len(deltas) == 1:
+            return deltas.pop()
+        return merged(deltas) if deltas else None
 
     def listen(self, listener: Callable[[], None] | None) -> None:
         """Has `listener` called when deltas come and at the end.
@@ -233,12 +236,16 @@ class Generation:
             )
         )
 
-    def handle(self, engine_id: str, reply: Reply, now: float) -> None:
-        """Takes one reply of an engine."""
+    def handle(self, engine_id: str, reply: Reply, now: float, *, at_once: bool = False) -> None:
+        """Takes one reply of an engine. `at_once`: new tokens may go to the listener now."""
         delta = self.arbiter.follow(engine_id, reply) if type(reply) is Tokens else None
         if delta is not None:  # the usual case
             self.heard_at = now
-            self._deliver(delta)
+            self._deltas.append(delta)
+            if at_once and self._listener is not None:
+                self._listener()
+            else:
+                self._notify()
             return
         is_first = not self.started
         actions = self.arbiter.handle(engine_id, reply)
