@@ -183,10 +183,14 @@ class Arbiter:
         ended = choice.finish_reason is not None
         if ended or asked < self._round or index != len(choice.token_ids):
             return None
-        choice.add(token_ids, logprobs)
+        if logprobs is None:
+            choice.token_ids += token_ids
+        else:
+            choice.add(token_ids, logprobs)
         choice.asked, choice.after_gap = -1, 0
         known_prompt = prompt if index == 0 else None
-        return Deliver(number, token_ids, logprobs, None, None, cached, None, known_prompt)
+        fields = (number, token_ids, logprobs, None, None, cached, None, known_prompt)
+        return tuple.__new__(Deliver, fields)  # without the Python code of NamedTuple
 
     def handle(self, engine_id: str, reply: Reply) -> Sequence[Action]:
         """Handles one reply. Call it in the order of the gateway's stream."""

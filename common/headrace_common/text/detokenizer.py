@@ -41,9 +41,17 @@ class Detokenizer:
 
     def push(self, token_ids: Sequence[int]) -> str:
         """The text that these tokens complete; may be empty."""
-        if len(token_ids) == 1:
-            return self._push(token_ids[0])
-        return "".join([self._push(token_id) for token_id in token_ids])
+        if len(token_ids) != 1:
+            return "".join([self.push((token_id,)) for token_id in token_ids])
+        token_id = token_ids[0]
+        self._window.append(token_id)
+        alone = self._tokenizer.fixed_text(token_id) if self._whole else None
+        if alone is None:
+            return self._push_decoded()
+        self._sent += len(alone)
+        if len(self._window) >= TRIM_AT:
+            self._trim_whole()
+        return alone
 
     def flush(self) -> str:
         """The text that was held back. Call it once, after the last token."""
@@ -51,15 +59,6 @@ class Detokenizer:
         rest = text[self._sent :]
         self._sent = len(text)
         return rest
-
-    def _push(self, token_id: int) -> str:
-        self._window.append(token_id)
-        if self._whole and len(self._window) < TRIM_AT:
-            alone = self._tokenizer.fixed_text(token_id)
-            if alone is not None:
-                self._sent += len(alone)
-                return alone
-        return self._push_decoded()
 
     def _push_decoded(self) -> str:
         text = self._decode(self._window)
@@ -83,6 +82,15 @@ class Detokenizer:
             # The decoder turns a whole run of bytes into replacement characters while it lasts.
             return len(text.rstrip(REPLACEMENT))
         return len(text) - 1
+
+    def _trim_whole(self) -> None:
+        """Drops tokens at the front; if the others have fixed texts, without decoding all."""
+        kept = self._window[-CONTEXT_TOKENS:]
+        fixed = all(self._tokenizer.fixed_text(token_id) is not None for token_id in kept)
+        if fixed and (text := self._decode(kept)):
+            self._window, self._sent = kept, len(text)
+        else:
+            self._trim(self._decode(self._window))
 
     def _trim(self, text: str) -> None:
         """Drops tokens at the front if the rest decodes to the same text without them."""
@@ -177,6 +185,10 @@ class ChoiceText:
         self.has_stops = bool(params.stop)
         self._min_tokens = params.min_tokens
         self._count = 0
+
+    def push_plain(self, token_ids: Sequence[int]) -> str:
+        """A fast path of `push` for tokens that are not the last, without stop strings."""
+        return self._detokenizer.push(token_ids)
 
     def push(
         self,

@@ -32,6 +32,9 @@ _MOST = 2**53
 _MAX_EMBEDDING = 4 * MAX_VECTORS_SIZE
 FINISH_REASONS = frozenset({"stop", "length"})
 
+# The fields of a reply of tokens that a bare one leaves out.
+_BARE = Tokens("", 0, 0, 0, ())[5:]
+
 # Kinds of replies.
 TOKENS, TAKEOVER, SYNC, FAILED = 0, 2, 3, 4
 
@@ -111,7 +114,8 @@ def _bare_tokens(value: object) -> Tokens | None:
         and type(ids[0]) is int
         and 0 <= ids[0] <= MAX_TOKEN_ID
     ):
-        return Tokens(request_id, attempt, choice, index, (ids[0],))
+        # without the Python code of NamedTuple, since there is one for every token
+        return tuple.__new__(Tokens, (request_id, attempt, choice, index, (ids[0],), *_BARE))
     return None
 
 

@@ -4,13 +4,13 @@ It wraps the queue's client, so a request is charged until it has ended in the q
 HTTP connection has ended before. Requests of keys without limits pass unchanged.
 """
 
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 
 from headrace_common.errors import HeadraceError
 from headrace_common.wire.messages import GenerateRequest
 
 from ..limits.rate_limits import Grant, RateLimits
-from ..queue_client.ports import Client, Delta, Generation, Listenable, is_listenable
+from ..queue_client.ports import Client, Delta, Generation, Listenable, Listener, is_listenable
 
 
 class MeteredClient:
@@ -108,5 +108,5 @@ class MeteredListenable(MeteredGeneration):
             self._charge(delta)
         return delta
 
-    def listen(self, listener: Callable[[], None] | None) -> None:
+    def listen(self, listener: Listener | None) -> None:
         self._listened.listen(listener)

@@ -85,8 +85,9 @@ class BodyChannel:
 
     def write(self, content: bytes) -> None:
         piece = b"%x\r\n%b\r\n" % (len(content), content)
-        if rest := piece[self._sent(piece) :]:
-            self._transport.write(rest)
+        sent = self._sent(piece)
+        if sent < len(piece):
+            self._transport.write(piece[sent:])
 
     def _sent(self, piece: bytes) -> int:
         """Returns the bytes that the socket has taken at once.

@@ -53,6 +53,9 @@ __all__ = ["ClientConfig", "Delta", "Generation", "GenerationClient"]
 logger = logging.getLogger(__name__)
 
 CALM = 0.002  # Seconds. If frames are further apart, they need not be handled together.
+# Generations whose events are made before the first of them is written. Each write evicts Python's
+# code from the CPU's caches, so writes one after the other cost less than writes in between.
+TOGETHER = 32
 
 CountShards = Callable[[str], Awaitable[int]]
 TimeToTurn = Callable[[str], Awaitable[float | None]]
@@ -435,24 +438,27 @@ class GenerationClient:
         now = self._now()
         self._watchdog.heard[frame.engine_id, frame.model] = now
         self._calm = now - self._dispatched > CALM
+        model, engine_id = frame.model, frame.engine_id
         for reply in frame.replies:
             generation = self._active.get(reply.request_id)
             if generation is None:
                 if holder is None:
                     self._unknown(frame, reply, now)
-            elif frame.model not in ("", generation.request.model):
+            elif model and model != generation.request.model:
                 self._count("another_model")
             elif holder is None or generation.holder == holder:
-                generation.handle(frame.engine_id, reply, now)
-                if self._calm:
+                generation.handle(engine_id, reply, now)
+                if self._calm and len(self._unnotified) == TOGETHER:
                     self._notify()
+        if self._calm:
+            self._notify()
         self._calm, self._dispatched = False, self._now()
 
     def _announce(self, generation: Generation) -> None:
         """Schedules the call of the generation's listener for when all arrived frames are read.
 
-        If few frames come it is called at once, so that the first of many streams does not wait for
-        the last.
+        If few frames come it is called for some generations at a time, so that the first of many
+        streams does not wait for the last.
         """
         if not self._unnotified and not self._calm:
             asyncio.get_running_loop().call_soon(self._notify)
@@ -460,8 +466,11 @@ class GenerationClient:
 
     def _notify(self) -> None:
         unnotified, self._unnotified = self._unnotified, []
-        for generation in unnotified:
-            generation.notify()
+        for first in range(0, len(unnotified), TOGETHER):
+            writes = [each.notify() for each in unnotified[first : first + TOGETHER]]
+            for write in writes:
+                if write is not None:
+                    write()
 
     def _unknown(self, frame: Frame, reply: Reply, now: float) -> None:
         self._count("unknown_request")

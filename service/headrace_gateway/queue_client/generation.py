@@ -24,6 +24,7 @@ from headrace_common.wire.messages import (
     Tokens,
 )
 
+from .ports import Listener, Write
 from .request_history import Timeline
 
 MOST_MERGED = 64  # tokens per turn, so that one stream does not delay the others
@@ -74,7 +75,7 @@ class Generation:
         self._waiter: asyncio.Future[None] | None = (
             None  # set while a task waits for the next delta
         )
-        self._listener: Callable[[], None] | None = None
+        self._listener: Listener | None = None
         self._announced = False
         self._stopped: dict[int, int] = {}  # tokens of choices that stop strings ended
         self._failure: Failed | None = None
@@ -141,22 +142,29 @@ class Generation:
     def take(self) -> Delta | None:
         """Returns the next delta without waiting; None if nothing has come, or nothing more
         comes."""
-        return merged(self._deltas) if self._deltas else None
+        deltas = self._deltas
+        if len(deltas) == 1:
+            return deltas.pop()
+        return merged(deltas) if deltas else None
 
-    def listen(self, listener: Callable[[], None] | None) -> None:
+    def listen(self, listener: Listener | None) -> None:
         """Has `listener` called when deltas come and at the end.
 
         It replaces waking a task that iterates, and is called once for deltas that came together.
+        The function that it returns, if any, is called after the listeners of other generations.
         """
         self._listener = listener
 
-    def notify(self) -> None:
-        """Calls the listener, after the client has read all frames that have arrived."""
+    def notify(self) -> Write | None:
+        """Calls the listener, after the client has read all frames that have arrived.
+
+        Returns what the listener returns, which the caller must call.
+        """
         self._announced = False
         if self._listener is not None:
-            self._listener()
-        else:
-            self._notify()
+            return self._listener()
+        self._notify()
+        return None
 
     def _notify(self) -> None:
         if self._listener is not None:
@@ -238,7 +246,8 @@ class Generation:
         delta = self.arbiter.follow(engine_id, reply) if type(reply) is Tokens else None
         if delta is not None:  # the usual case
             self.heard_at = now
-            self._deliver(delta)
+            self._deltas.append(delta)
+            self._notify()
             return
         is_first = not self.started
         actions = self.arbiter.handle(engine_id, reply)

@@ -11,6 +11,9 @@ from headrace_common.protocol.base import (
 )
 from headrace_common.wire.messages import GenerateRequest, Logprobs
 
+Write = Callable[[], None]
+Listener = Callable[[], Write | None]
+
 
 class Delta(Protocol):
     """New tokens of one choice, in order and each once."""
@@ -58,8 +61,9 @@ class Listenable(Generation, Protocol):
     def take(self) -> Delta | None:
         """Returns the next delta; None if nothing has come."""
 
-    def listen(self, listener: Callable[[], None] | None) -> None:
-        """Has `listener` called when deltas come and at the end. It must not raise."""
+    def listen(self, listener: Listener | None) -> None:
+        """Has `listener` called when deltas come and at the end, and then the function that it
+        returns. Neither may raise."""
 
 
 def is_listenable(generation: Generation) -> TypeGuard[Listenable]:

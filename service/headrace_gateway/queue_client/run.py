@@ -98,7 +98,7 @@ class Run:
             if not self._open:
                 return
 
-    def text(self, delta: Delta) -> TextPiece | None:
+    def text(self, delta: Delta) -> str | None:
         """Returns the text of a delta that holds only tokens; else None, and `read` must read
         it."""
         if delta.finish_reason is not None or delta.prompt_logprobs is not None:
@@ -106,9 +106,10 @@ class Run:
         choice = self._open.get(delta.choice)
         if choice is None or choice.has_stops:
             return None
-        new = choice.push(delta.token_ids)
-        self._count(delta, new)
-        return new
+        self.usage.completion_tokens += len(delta.token_ids)
+        if delta.cached_tokens > self.usage.cached_tokens:
+            self.usage.cached_tokens = delta.cached_tokens
+        return choice.push_plain(delta.token_ids)
 
     def read(self, delta: Delta) -> Piece | None:
         """Reads any delta; returns None for tokens that the engine made before it knew

@@ -131,7 +131,8 @@ class EventStream:
     @property
     def ready(self) -> bool:
         """Whether `write` can be used."""
-        return self._channel is not None and self._channel.ready and not self.busy
+        channel = self._channel
+        return channel is not None and channel.ready and not self._lock.locked()
 
     def write(self, content: bytes) -> None:
         """Sends without waiting. Only if `ready`."""
@@ -168,7 +169,7 @@ class TextEvent:
         self._before, _, self._after = event(make(_TEXT)).rpartition(encode(_TEXT))
 
     def __call__(self, text: str) -> bytes:
-        return b"%b%b%b" % (self._before, encode(text), self._after)
+        return b"%b%b%b" % (self._before, pydantic_core.to_json(text), self._after)
 
 
 def event(body: Mapping[str, Any], event_id: str | None = None, *, named: bool = False) -> bytes:

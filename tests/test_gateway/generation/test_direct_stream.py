@@ -61,6 +61,11 @@ class WithoutCallbacks:
         return aiter(self._generation)
 
 
+def notify(generation: Generation) -> None:
+    if (write := generation.notify()) is not None:
+        write()
+
+
 class HandEngine(ScriptedEngine):
     """An engine with real generations of a gateway, whose replies the test sends itself."""
 
@@ -76,7 +81,7 @@ class HandEngine(ScriptedEngine):
         loop = asyncio.get_running_loop()
         callbacks = GenerationCallbacks(
             send=lambda _engine, _model, control: self.sent.append(control),
-            new_deltas=lambda generation: loop.call_soon(generation.notify),  # type: ignore[arg-type]
+            new_deltas=lambda generation: loop.call_soon(notify, generation),  # type: ignore[arg-type]
             ended=lambda _: None,
             abandon=self._abandon,
             lost=lambda _: None,

@@ -115,6 +115,28 @@ async def test_a_slow_reader_gets_larger_pieces(memory: InMemory, client: Genera
     assert [delta.finish_reason for delta in deltas] == [None, None, "stop"]
 
 
+async def test_streams_that_came_together_are_written_after_all_are_made(
+    memory: InMemory, client: GenerationClient
+) -> None:
+    engine, calls = memory.engine(), list[str]()
+    for name in ("a", "b"):
+        generation = await client.submit(make_request())
+
+        def make(name: str = name) -> Callable[[], None]:
+            calls.append(f"make {name}")
+            return lambda: calls.append(f"write {name}")
+
+        generation.listen(make)
+    leases = [await leased(engine), await leased(engine)]
+    await engine.publish({leases[0].gateway_id: [tokens(lease, 0, 1) for lease in leases]})
+
+    async def written() -> bool:
+        return len(calls) == 4
+
+    await eventually(written)
+    assert [call.split()[0] for call in calls] == ["make", "make", "write", "write"]
+
+
 def test_merging_keeps_log_probabilities_with_their_tokens() -> None:
     first_token, second_token = Logprobs(-1.0, 1, ()), Logprobs(-2.0, 1, ())
     known, unknown = Delta(0, (1,), (first_token,)), Delta(0, (3,))

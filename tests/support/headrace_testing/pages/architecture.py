@@ -91,7 +91,7 @@ TO_THE_CLIENT = (
     Stop(
         f"{_GATEWAY}/queue_client/run.py", "read", "turns token ids into text, finds stop strings"
     ),
-    Stop(f"{_GATEWAY}/generation/direct_stream.py", "_write", "turns the text into events"),
+    Stop(f"{_GATEWAY}/generation/direct_stream.py", "_make", "turns the text into events"),
     Stop(f"{_GATEWAY}/streaming/sse.py", "EventStream.write", "writes them to the connection"),
 )
 HANG_UP = (

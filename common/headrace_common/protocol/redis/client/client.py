@@ -68,9 +68,9 @@ class MultiplexedClient(RedisClient):
     connection has waited `busy` seconds for a reply, others are used, up to `max_connections`.
     Commands that tasks send in one turn of the event loop go out together, so that the server
     wakes up once for them; a pipeline goes out at once. The order of execution is not defined.
-    With `single` the client has one connection, and all commands fail once that is lost. Otherwise
-    a lost connection is replaced silently. A reader that must then start from the beginning uses
-    `single`.
+    With `single` the client has one connection, every command goes out at once, and all commands
+    fail once the connection is lost. Otherwise a lost connection is replaced silently. A reader
+    that must then start from the beginning uses `single`.
     """
 
     def __init__(
@@ -93,7 +93,10 @@ class MultiplexedClient(RedisClient):
 
     async def command(self, *args: Argument) -> Any:
         connection = self._usable() or await self._open()
-        (reply,) = await connection.send(_pack(*args), 1)
+        pending = connection.send(_pack(*args), 1)
+        if self._single:  # a reader, which has no other commands to send with this one
+            connection.flush()
+        (reply,) = await pending
         result = self._result(args, reply)
         if isinstance(result, Exception):
             raise result
