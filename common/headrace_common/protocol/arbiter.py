@@ -183,10 +183,7 @@ class Arbiter:
         ended = choice.finish_reason is not None
         if ended or asked < self._round or index != len(choice.token_ids):
             return None
-        if logprobs is None:
-            choice.token_ids += token_ids
-        else:
-            choice.add(token_ids, logprobs)
+        choice.add(token_ids, logprobs)
         choice.asked, choice.after_gap = -1, 0
         known_prompt = prompt if index == 0 else None
         fields = (number, token_ids, logprobs, None, None, cached, None, known_prompt)

@@ -199,7 +199,7 @@ class ChoiceText:
     ) -> TextPiece:
         """Takes new tokens; with a `finish_reason` they are the last and nothing is held back."""
         if finish_reason is None and not self.has_stops:
-            return TextPiece(self._detokenizer.push(token_ids), len(token_ids))
+            return TextPiece(self.push_plain(token_ids), len(token_ids))
         hidden = finish_reason == "stop" and self._ends_with_stop(token_ids, stop_token)
         visible = token_ids[:-1] if hidden else token_ids
         shown: list[str] = []

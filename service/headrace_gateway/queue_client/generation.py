@@ -246,8 +246,7 @@ class Generation:
         delta = self.arbiter.follow(engine_id, reply) if type(reply) is Tokens else None
         if delta is not None:  # the usual case
             self.heard_at = now
-            self._deltas.append(delta)
-            self._notify()
+            self._deliver(delta)
             return
         is_first = not self.started
         actions = self.arbiter.handle(engine_id, reply)

@@ -106,9 +106,7 @@ class Run:
         choice = self._open.get(delta.choice)
         if choice is None or choice.has_stops:
             return None
-        self.usage.completion_tokens += len(delta.token_ids)
-        if delta.cached_tokens > self.usage.cached_tokens:
-            self.usage.cached_tokens = delta.cached_tokens
+        self._count(delta, len(delta.token_ids))
         return choice.push_plain(delta.token_ids)
 
     def read(self, delta: Delta) -> Piece | None:
@@ -124,7 +122,7 @@ class Run:
         new = choice.push(
             delta.token_ids, finish_reason=delta.finish_reason, stop_token=delta.stop_token
         )
-        self._count(delta, new)
+        self._count(delta, new.tokens)
         self._tokens[delta.choice] += new.tokens
         piece = self._piece(delta, new)
         if piece.finish_reason is not None:
@@ -142,8 +140,8 @@ class Run:
         while self._stopped:
             await self._generation.stop_choice(*self._stopped.pop())
 
-    def _count(self, delta: Delta, new: TextPiece) -> None:
-        self.usage.completion_tokens += new.tokens
+    def _count(self, delta: Delta, tokens: int) -> None:
+        self.usage.completion_tokens += tokens
         if delta.cached_tokens > self.usage.cached_tokens:
             self.usage.cached_tokens = delta.cached_tokens
 
