@@ -66,14 +66,14 @@ def test_engine_scaled_away_finishes_its_streams(service: Service, load: Load) -
 def test_valkey_killed(service: Service, load: Load) -> None:
     release = service.release
     (pod,) = release.pods("redis")
-    old_uid = release.kubectl.get("pod", pod)["metadata"]["uid"]
+    old_uid = release.kubectl.get("pods", pod)["metadata"]["uid"]
     with load:
         load.await_answers(CLIENTS)
         release.kubectl.kill(pod)
         release.until_rolled_out("statefulset/headrace-redis")
         load.await_answers(2 * CLIENTS)
 
-    assert release.kubectl.get("pod", pod)["metadata"]["uid"] != old_uid
+    assert release.kubectl.get("pods", pod)["metadata"]["uid"] != old_uid
     service.until_ready(2)
 
 

@@ -56,14 +56,14 @@ def test_an_engine_whose_pod_is_lost_forms_again_and_others_continue_its_request
     service: Service, load: Load, rank: int
 ) -> None:
     lost = f"{MODEL}-engine-n{rank}-1"
-    old = service.kubectl.get("pod", lost)["metadata"]["uid"]
+    old = service.kubectl.get("pods", lost)["metadata"]["uid"]
     with load:
         load.await_answers(CLIENTS)
         service.kubectl.kill(lost)
         load.await_answers(2 * CLIENTS)
         service.until_ready(2)
         load.await_answers(CLIENTS)
-    assert service.kubectl.get("pod", lost)["metadata"]["uid"] != old
+    assert service.kubectl.get("pods", lost)["metadata"]["uid"] != old
 
 
 def test_a_whole_engine_is_scaled_away_after_it_has_finished(service: Service, load: Load) -> None:

@@ -97,7 +97,8 @@ def test_the_policy_for_model_services_narrows_what_they_may_use(release: Releas
         assert "modelServicePolicy" in refused(**{field: value}), field
     assert refused() == ""
     assert refused(image="registry.example.com/e:1", env=[{"name": "HF_HOME", "value": "/"}]) == ""
-    (found,) = release.kubectl.items("validatingadmissionpolicies", LABEL)
+    policies = ("get", "validatingadmissionpolicies", "--selector", LABEL, "-o", "json")
+    (found,) = json.loads(release.kubectl(*policies))["items"]
     assert "expressionWarnings" not in found["status"].get("typeChecking", {})
     release.upgrade()
     until(lambda: refused(image=others["image"]) == "", "the policy to go")

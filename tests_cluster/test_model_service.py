@@ -76,7 +76,7 @@ def test_an_edit_reaches_the_engines_without_a_failed_request(
 def test_drift_is_repaired(service: Service) -> None:
     kubectl = service.kubectl
     deployment = service.deployment
-    uid = kubectl.get("service", deployment)["metadata"]["uid"]
+    uid = kubectl.get("services", deployment)["metadata"]["uid"]
     kubectl("delete", "service", deployment)
     kubectl("delete", "poddisruptionbudget", deployment)
     kubectl("delete", "networkpolicy", deployment)
@@ -84,13 +84,13 @@ def test_drift_is_repaired(service: Service) -> None:
     kubectl("set", "env", f"deployment/{deployment}", "HEADRACE_ENGINE_MAX_NUM_SEQS=1")
 
     def repaired() -> bool:
-        (container,) = kubectl.get("deployment", deployment)["spec"]["template"]["spec"][
+        (container,) = kubectl.get("deployments", deployment)["spec"]["template"]["spec"][
             "containers"
         ]
         seqs = [v for v in container["env"] if v["name"] == "HEADRACE_ENGINE_MAX_NUM_SEQS"]
         return (
             deployment in kubectl.names("services")
-            and kubectl.get("service", deployment)["metadata"]["uid"] != uid
+            and kubectl.get("services", deployment)["metadata"]["uid"] != uid
             and deployment in kubectl.names("poddisruptionbudgets")
             and deployment in kubectl.names("networkpolicies")
             and seqs[0]["value"] != "1"

@@ -20,12 +20,12 @@ ROTATED_BY = "headrace.dev/redis-password"
 
 
 def secret(release: Release, name: str) -> dict[str, str]:
-    data = release.kubectl.get("secret", name)["data"]
+    data = release.kubectl.get("secrets", name)["data"]
     return {key: base64.b64decode(value).decode() for key, value in data.items()}
 
 
 def connect(release: Release, user: str, password: str) -> redis.Redis:
-    address = release.kubectl.get("service", f"{release.name}-redis")["spec"]["clusterIP"]
+    address = release.kubectl.get("services", f"{release.name}-redis")["spec"]["clusterIP"]
     return redis.Redis(host=address, username=user, password=password, protocol=2)
 
 

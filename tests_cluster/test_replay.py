@@ -2,20 +2,18 @@
 fast."""
 
 import os
-from collections.abc import Iterator
 from dataclasses import replace
 from itertools import pairwise
 from typing import Any
 
-import httpx
 import pytest
 
-from headrace_cluster.api import api_client
+from headrace_cluster.api import api
 from headrace_cluster.fake_node import PLACEMENT, FakeNode
 from headrace_cluster.release import Release, Service
 from headrace_cluster.replay import ClusterScaler, SignalServer, faster, faster_engine
 from headrace_cluster.simulated import decisions, operator_scaler, within_one
-from headrace_cluster.specs import API_VERSION, demo_service
+from headrace_cluster.specs import demo_service
 from headrace_common.protocol.base import QueueLimits
 from headrace_operator.simulation.engine_profile import load_profile
 from headrace_operator.simulation.result import Objectives
@@ -55,15 +53,9 @@ def scaling(prometheus: str) -> dict[str, Any]:
     }
 
 
-@pytest.fixture
-def api(release: Release) -> Iterator[httpx.Client]:
-    with api_client() as client:
-        yield client
-
-
 @pytest.mark.parametrize("seed", [441, 442])
 def test_the_operator_decides_through_an_hour_of_a_trace_as_the_simulator_does(
-    release: Release, api: httpx.Client, seed: int
+    release: Release, seed: int
 ) -> None:
     setup = Setup(
         trace=faster(diurnal(replace(LOAD, seed=seed)), FASTER),
@@ -73,17 +65,15 @@ def test_the_operator_decides_through_an_hour_of_a_trace_as_the_simulator_does(
         replicas=1,
     )
     service = Service(release, NAME)
-    path = f"/apis/{API_VERSION}/namespaces/{release.namespace}/modelservices/{NAME}"
 
     def count() -> int:
         """Without draining engines, which the Deployment's count includes."""
-        status = api.get(path).raise_for_status().json().get("status", {})
-        return int(status.get("desiredReplicas", 0))
+        return int(service.status.get("desiredReplicas", 0))
 
     scaler = ClusterScaler(count, setup.profile)
     with (
         SignalServer(NAME, lambda: replace(scaler.shown, replicas=count())) as signals,
-        FakeNode(api=api, name=f"fake-{release.namespace}", start_s=START_S),
+        FakeNode(api=api(), name=f"fake-{release.namespace}", start_s=START_S),
     ):
         policy = scaling(f"http://{HOST}:{signals.port}")
         manifest = demo_service(NAME, scaling=policy)

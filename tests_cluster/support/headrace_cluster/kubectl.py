@@ -1,4 +1,5 @@
-"""kubectl as a user of the cluster runs it. The cluster is the one that KUBECONFIG names."""
+"""kubectl as a user of the cluster runs it, and the API server for reading. The cluster is the one
+that KUBECONFIG names."""
 
 import json
 import subprocess
@@ -7,12 +8,14 @@ from collections.abc import Mapping
 from types import TracebackType
 from typing import Any, Self
 
+from .api import api, path
+
 Manifest = dict[str, Any]
 COMMAND_TIMEOUT_S = 240
 
 
 class CommandFailed(Exception):
-    """A command ended with a status other than 0; the text is its output."""
+    """A command ended with a status other than 0, or the API refused a request."""
 
 
 def run(*command: str, stdin: str | None = None, both: bool = False) -> str:
@@ -43,17 +46,24 @@ class Kubectl:
     def apply(self, manifest: Mapping[str, Any], *flags: str) -> str:
         return self("apply", *flags, "-f", "-", stdin=json.dumps(manifest))
 
-    def get(self, kind: str, name: str) -> Manifest:
-        found: Manifest = json.loads(self("get", kind, name, "-o", "json"))
-        return found
+    def get(self, resource: str, name: str) -> Manifest:
+        """An object. `resource` is the kind as in the API's paths: pods."""
+        return self._read(path(self.namespace, resource, name))
 
-    def items(self, kind: str, selector: str = "") -> list[Manifest]:
-        chosen = ("--selector", selector) if selector else ()
-        found: list[Manifest] = json.loads(self("get", kind, *chosen, "-o", "json"))["items"]
-        return found
+    def items(self, resource: str, selector: str = "") -> list[Manifest]:
+        found = self._read(path(self.namespace, resource), labelSelector=selector)
+        objects: list[Manifest] = found["items"]
+        return objects
 
-    def names(self, kind: str, selector: str = "") -> list[str]:
-        return sorted(item["metadata"]["name"] for item in self.items(kind, selector))
+    def names(self, resource: str, selector: str = "") -> list[str]:
+        return sorted(item["metadata"]["name"] for item in self.items(resource, selector))
+
+    def _read(self, at: str, **parameters: str) -> Manifest:
+        answer = api().get(at, params=parameters)
+        if not answer.is_success:
+            raise CommandFailed(f"GET {at}: {answer.text}")
+        found: Manifest = answer.json()
+        return found
 
     def patch(self, kind: str, name: str, patch: Mapping[str, Any]) -> None:
         self("patch", kind, name, "--type", "merge", "--patch", json.dumps(patch))

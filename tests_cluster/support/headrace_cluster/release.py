@@ -150,7 +150,7 @@ class Service:
         return f"{self.name}-engine"
 
     def read(self) -> Manifest:
-        return self.kubectl.get("modelservice", self.name)
+        return self.kubectl.get("modelservices", self.name)
 
     @property
     def status(self) -> Manifest:
