@@ -13,7 +13,7 @@ _PLAIN = (
     nodes.Template, nodes.Output, nodes.TemplateData, nodes.Const, nodes.Name, nodes.NSRef,
     nodes.Getattr, nodes.Getitem, nodes.Slice, nodes.Test, nodes.If, nodes.Compare, nodes.Operand,
     nodes.And, nodes.Or, nodes.Not, nodes.Neg, nodes.Add, nodes.Sub, nodes.Concat, nodes.CondExpr,
-    nodes.Keyword, nodes.Break, nodes.Continue,
+    nodes.Keyword, nodes.Break, nodes.Continue, nodes.EvalContextModifier,
 )  # fmt: skip
 _FILTERS = frozenset({
     "abs", "capitalize", "count", "e", "escape", "first", "int", "items", "last", "length", "list",

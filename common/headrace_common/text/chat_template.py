@@ -213,9 +213,12 @@ class _Environment(ImmutableSandboxedEnvironment):
 
     Jinja has no unbounded loop, so it is enough to check the clock at the beginning of a loop and
     at every attribute, item and call. The sandbox routes all of these through the environment.
+
+    Nothing is computed when a template is compiled, which no bound limits: Jinja never computes an
+    operator then that is intercepted, nor a filter in a volatile context.
     """
 
-    intercepted_binops = frozenset({"*", "**", "+"})
+    intercepted_binops = frozenset({"*", "**", "+", "%"})
 
     def __init__(self, max_chars: int) -> None:
         super().__init__(
@@ -259,7 +262,7 @@ class _Environment(ImmutableSandboxedEnvironment):
         if operator == "+":
             return super().call_binop(context, operator, self._sized(left), self._sized(right))
         sizes = [x if isinstance(x, int) else len(x) for x in (left, right) if _has_size(x)]
-        if len(sizes) == 2 and _magnitude(operator, *sizes) > self._max_chars:
+        if operator != "%" and len(sizes) == 2 and _magnitude(operator, *sizes) > self._max_chars:
             raise jinja2.exceptions.SecurityError(f"the result of {operator} is too large")
         return super().call_binop(context, operator, left, right)
 
@@ -279,6 +282,8 @@ class _Environment(ImmutableSandboxedEnvironment):
             loop.iter = _filtered(loop.iter, _LOOP_FILTER)
         for concat in template.find_all(nodes.Concat):
             concat.nodes = [_filtered(node, _SIZE_FILTER) for node in concat.nodes]
+        volatile = nodes.Keyword("volatile", nodes.Const(True))
+        template.body.insert(0, nodes.EvalContextModifier([volatile], lineno=1))
         return template
 
 

@@ -1,5 +1,6 @@
 """Chat templates: the same text as transformers', bounded, and safe against hostile messages."""
 
+import tracemalloc
 from pathlib import Path
 from typing import Any
 
@@ -165,6 +166,27 @@ def test_endless_output_is_stopped() -> None:
 
     with pytest.raises(ChatTemplateError, match="over 1000 characters"):
         ChatTemplate(source, max_chars=1000).render([{"role": "user", "content": "x" * 100}])
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "{{ '%10000000d' % 1 }}",
+        "{{ 'x' | center(10000000) }}",
+        "{% if '%10000000d' % 1 %}{% endif %}",
+        "{% autoescape 'x' | center(10000000) %}{% endautoescape %}",
+        "{% block one %}{{ 'x' | center(10000000) }}{% endblock %}",
+        "{% macro one(x='x' | center(10000000)) %}{{ '%10000000d' % 1 }}{% endmacro %}",
+    ],
+)
+def test_compiling_a_template_computes_nothing(source: str) -> None:
+    tracemalloc.start()
+    try:
+        ChatTemplate(source)
+        _, most = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert most < 10_000_000
 
 
 def test_a_final_message_without_text_cannot_be_continued() -> None:
