@@ -33,6 +33,7 @@ from .tokenizers import byte_level_tokenizer, write_checkpoint
 MODEL = "tiny"
 ANSWER = "Once upon a time there was a stream."
 MAX_MODEL_LEN = 512
+GRAMMAR_TIMEOUT_S = 60.0  # in which a check's process starts even on a busy machine
 
 Script = Callable[[GenerateRequest], Sequence[Delta]]
 Streams = tuple[asyncio.StreamReader, asyncio.StreamWriter]
@@ -263,7 +264,7 @@ async def serve(
     **settings: Any,
 ) -> AsyncIterator[Gateway]:
     """The application of a checkpoint folder on a free port of loopback."""
-    settings = {"drain_timeout": 0.0, **settings}
+    settings = {"drain_timeout": 0.0, "grammar_timeout": GRAMMAR_TIMEOUT_S, **settings}
     chosen = GatewaySettings(model=str(folder), served_model_name=MODEL, port=0, **settings)
     served = Models(load_static(chosen), discovered)
     engine = engine or ScriptedEngine(served.get(MODEL).tokenizer)
