@@ -8,7 +8,7 @@ import pytest
 from headrace_cluster.kubectl import PodLog
 from headrace_cluster.load import Load
 from headrace_cluster.release import Release, Service
-from headrace_cluster.specs import MODEL
+from headrace_cluster.specs import MODEL, demo_service
 from headrace_testing.greedy import GreedyCase
 from headrace_testing.processes import until
 
@@ -17,16 +17,19 @@ GATEWAY = "headrace-gateway"
 OPERATOR = "headrace-operator"
 
 
-@pytest.fixture(scope="module", autouse=True)
-def two_engines_and_gateways(service: Service) -> Iterator[None]:
-    """Runs two engines and two gateways, so that the second takes over when one dies."""
-    service.patch({"replicas": 2})
-    service.kubectl("scale", "deployment", GATEWAY, "--replicas=2")
-    service.release.until_rolled_out(f"deployment/{GATEWAY}")
+@pytest.fixture(scope="module")
+def service(release: Release) -> Iterator[Service]:
+    """The demo model with two engines and two gateways, so that the second takes over when one
+    dies."""
+    service = Service(release, MODEL)
+    release.kubectl.apply(demo_service(replicas=2))
+    release.kubectl("scale", "deployment", GATEWAY, "--replicas=2")
+    release.until_rolled_out(f"deployment/{GATEWAY}")
     service.until_ready(2)
-    yield
-    service.kubectl("scale", "deployment", GATEWAY, "--replicas=1")
-    until(lambda: len(service.release.pods("gateway")) == 1, "one gateway to be left")
+    until(lambda: MODEL in release.models(), f"{MODEL} to be listed")
+    yield service
+    release.kubectl("scale", "deployment", GATEWAY, "--replicas=1")
+    until(lambda: len(release.pods("gateway")) == 1, "one gateway to be left")
 
 
 @pytest.fixture
@@ -111,8 +114,6 @@ def test_operator_killed_in_the_middle_of_a_change(service: Service, load: Load)
         until(lambda: len(service.engines()) > 2, "the change to begin")
         service.kubectl.kill(service.release.pods("operator")[0])
         service.until_ready(3)
-        service.patch({"replicas": 2})
-        service.until_ready(2)
 
 
 def test_of_two_operators_one_works_and_the_other_takes_over(service: Service) -> None:
@@ -129,8 +130,6 @@ def test_of_two_operators_one_works_and_the_other_takes_over(service: Service) -
 
     kubectl("scale", "deployment", OPERATOR, "--replicas=1")
     release.until_rolled_out(f"deployment/{OPERATOR}")
-    service.patch({"replicas": 2})
-    service.until_ready(2)
 
 
 def test_without_an_operator_nothing_changes(service: Service, load: Load) -> None:
