@@ -13,14 +13,14 @@ from pathlib import Path
 import pytest
 
 from headrace_cluster.kubectl import CommandFailed, run
-from headrace_cluster.release import ROOT
+from headrace_cluster.release import ROOT, delete_namespace
 from headrace_cluster.typed import block, programs, type_in
 from headrace_testing.processes import until
 
 pytestmark = pytest.mark.timeout(1800)  # images are built
 NAMESPACE = "headrace"
 INGRESS = os.environ.get("INGRESS_URL", "http://127.0.0.1:8080")
-BUILD_S, INSTALL_S, GONE_S = 1500.0, 420.0, 420.0
+BUILD_S, INSTALL_S = 1500.0, 420.0
 ANYWHERE = "registry.example.com"
 
 
@@ -39,9 +39,7 @@ def cluster() -> Iterator[None]:
     if run("kubectl", "get", *definition, "--ignore-not-found"):
         run("kubectl", "delete", "modelservices", "--all", "--namespace", NAMESPACE)
     run("helm", "uninstall", "headrace", "--namespace", NAMESPACE, "--ignore-not-found")
-    run("kubectl", "delete", "namespace", NAMESPACE, "--wait=false", "--ignore-not-found")
-    gone = ("kubectl", "get", "namespace", NAMESPACE, "--ignore-not-found")
-    until(lambda: not run(*gone), "the namespace to go, with pods that drain", GONE_S)
+    delete_namespace(NAMESPACE)
     run("kubectl", "delete", *definition, "--ignore-not-found", "--timeout=120s")
 
 

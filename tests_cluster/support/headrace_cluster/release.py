@@ -20,6 +20,7 @@ VALUES = CHART / "ci" / "small-values.yaml"
 LABEL = "app.kubernetes.io/part-of=headrace"
 NAMESPACE = "headrace-test-"
 PATIENCE_S = 180.0
+GONE_S = 420.0  # pods drain
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,7 +78,7 @@ class Release:
         """Deletes the release, if it still exists, and its namespace."""
         if run("helm", "list", "--namespace", self.namespace, "--short").strip():
             self.uninstall()
-        run("kubectl", "delete", "namespace", self.namespace, "--wait=true", "--timeout=120s")
+        delete_namespace(self.namespace)
 
     def models(self) -> list[str]:
         """The models that the API lists; none if no gateway answers."""
@@ -102,6 +103,18 @@ class Release:
     def until_rolled_out(self, workload: str) -> None:
         """Waits for a rollout. `workload` is deployment/NAME or statefulset/NAME."""
         self.kubectl("rollout", "status", workload, f"--timeout={PATIENCE_S:.0f}s")
+
+
+def delete_namespace(name: str) -> None:
+    """Deletes a namespace, if it exists, after its pods have ended: Kubernetes, which finds pods in
+    one, looks again after half of their grace period."""
+
+    def ended() -> bool:
+        pods = Kubectl(name).items("pods")
+        return all(pod["status"]["phase"] in ("Succeeded", "Failed") for pod in pods)
+
+    until(ended, f"the pods of {name} to end", GONE_S)
+    run("kubectl", "delete", "namespace", name, "--ignore-not-found", "--timeout=120s")
 
 
 INSTALLED: list[Release] = []
