@@ -214,8 +214,8 @@ class _Environment(ImmutableSandboxedEnvironment):
     Jinja has no unbounded loop, so it is enough to check the clock at the beginning of a loop and
     at every attribute, item and call. The sandbox routes all of these through the environment.
 
-    Nothing is computed when a template is compiled, which no bound limits: Jinja never computes an
-    operator then that is intercepted, nor a filter in a volatile context.
+    Compiling a template computes nothing, since no bound would hold: Jinja then leaves out
+    intercepted operators, and filters in a volatile context.
     """
 
     intercepted_binops = frozenset({"*", "**", "+", "%"})
