@@ -114,6 +114,8 @@ def test_operator_killed_in_the_middle_of_a_change(service: Service, load: Load)
         until(lambda: len(service.engines()) > 2, "the change to begin")
         service.kubectl.kill(service.release.pods("operator")[0])
         service.until_ready(3)
+        service.patch({"replicas": 2})
+        service.until_ready(2)
 
 
 def test_of_two_operators_one_works_and_the_other_takes_over(service: Service) -> None:
@@ -130,6 +132,8 @@ def test_of_two_operators_one_works_and_the_other_takes_over(service: Service) -
 
     kubectl("scale", "deployment", OPERATOR, "--replicas=1")
     release.until_rolled_out(f"deployment/{OPERATOR}")
+    service.patch({"replicas": 2})
+    service.until_ready(2)
 
 
 def test_without_an_operator_nothing_changes(service: Service, load: Load) -> None:

@@ -133,9 +133,9 @@ def urgent_pod(millicores: int) -> Manifest:
 
 def without_drain(engines: Service) -> None:
     """Replaces engines that drain by two that have no time for it, unless they are these."""
-    old = engines.engines()
     if engines.read()["spec"]["drain"]["timeoutSeconds"] == 0:
         return
+    old = engines.engines()
     engines.patch({"drain": {"timeoutSeconds": 0}})
     until(lambda: not set(old) & set(engines.engines()), "the engines to be new", 240)
     engines.until_ready(2)

@@ -129,6 +129,8 @@ def test_an_operator_that_starts_while_requests_wait_starts_engines(
         kubectl("scale", "deployment", "headrace-operator", "--replicas=1")
         load.join()
 
+    until_none(scaled)
+
 
 def until_none(service: Service) -> None:
     until(lambda: service.engines() == [], "no engine to be left", PATIENCE_S)

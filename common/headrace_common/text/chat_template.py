@@ -260,10 +260,11 @@ class _Environment(ImmutableSandboxedEnvironment):
 
     def call_binop(self, context: Any, operator: str, left: Any, right: Any) -> Any:
         if operator == "+":
-            return super().call_binop(context, operator, self._sized(left), self._sized(right))
-        sizes = [x if isinstance(x, int) else len(x) for x in (left, right) if _has_size(x)]
-        if operator != "%" and len(sizes) == 2 and _magnitude(operator, *sizes) > self._max_chars:
-            raise jinja2.exceptions.SecurityError(f"the result of {operator} is too large")
+            left, right = self._sized(left), self._sized(right)
+        elif operator in ("*", "**"):
+            sizes = [x if isinstance(x, int) else len(x) for x in (left, right) if _has_size(x)]
+            if len(sizes) == 2 and _magnitude(operator, *sizes) > self._max_chars:
+                raise jinja2.exceptions.SecurityError(f"the result of {operator} is too large")
         return super().call_binop(context, operator, left, right)
 
     def _loop(self, iterable: Any) -> Any:

@@ -20,7 +20,7 @@ from headrace_gateway.settings import GatewaySettings
 
 from .backends import MODEL, InMemory
 from .fake_engine import FakeEngine
-from .gateway import GRAMMAR_TIMEOUT_S, running
+from .gateway import USUAL, running
 
 
 @dataclass(slots=True)
@@ -57,8 +57,8 @@ def _models(settings: GatewaySettings) -> Models:
 @asynccontextmanager
 async def serve_kept(folder: Path, **fields: Any) -> AsyncIterator[KeptGateway]:
     """The application of a checkpoint folder, whose model is called MODEL."""
-    fields = {"drain_timeout": 0.0, "grammar_timeout": GRAMMAR_TIMEOUT_S, **fields}
-    settings = GatewaySettings(model=str(folder), served_model_name=MODEL, port=0, **fields)
+    given = {**USUAL, **fields}
+    settings = GatewaySettings(model=str(folder), served_model_name=MODEL, port=0, **given)
     backend, served = InMemory(), _models(settings)
     queue = backend.gateway()
     config = ClientConfig(beat_interval=0.05, silence=1.0, recheck=0.2, longest_recheck=0.5)

@@ -8,6 +8,7 @@ from typing import Any
 
 import httpx
 
+from .api import path
 from .kubectl import Manifest
 from .sampling import Sampling
 
@@ -115,15 +116,15 @@ class FakeNode(Sampling):
         if answer.status_code != httpx.codes.NOT_FOUND:
             answer.raise_for_status()
 
-    def _patch(self, path: str, patch: Manifest) -> None:
+    def _patch(self, at: str, patch: Manifest) -> None:
         """Changes an object, unless it was deleted meanwhile."""
-        answer = self.api.patch(path, json=patch, headers=PATCH)
+        answer = self.api.patch(at, json=patch, headers=PATCH)
         if answer.status_code != httpx.codes.NOT_FOUND:
             answer.raise_for_status()
 
 
 def _path(pod: Manifest) -> str:
-    return f"/api/v1/namespaces/{pod['metadata']['namespace']}/pods/{pod['metadata']['name']}"
+    return path(pod["metadata"]["namespace"], "pods", pod["metadata"]["name"])
 
 
 def _now() -> str:
