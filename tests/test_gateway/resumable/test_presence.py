@@ -13,6 +13,7 @@ from headrace_testing.backends import make_request
 from headrace_testing.memory_queue.backend import MemoryBackend
 from headrace_testing.memory_queue.store import MemoryRequestStore
 from headrace_testing.waiting import eventually
+from headrace_testing.wire_messages import STORED
 
 WINDOW_S = 100.0
 
@@ -49,14 +50,7 @@ class ForgetfulStore(MemoryRequestStore):
 
 @pytest.fixture
 def stored() -> StoredRequest:
-    return StoredRequest(
-        request_id="0" * 32,
-        operation="text_completion",
-        fingerprint=b"",
-        created=1,
-        expires_ms=2,
-        requests=(replace(make_request(), window_ms=int(WINDOW_S * 1000), keep_ms=1),),
-    )
+    return replace(STORED, requests=(replace(make_request(), window_ms=int(WINDOW_S * 1000)),))
 
 
 async def test_a_request_has_its_window_although_redis_missed_its_client(

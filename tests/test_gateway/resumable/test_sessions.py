@@ -18,6 +18,7 @@ from headrace_testing.backends import make_request
 from headrace_testing.gateway import MODEL
 from headrace_testing.memory_queue.backend import MemoryBackend
 from headrace_testing.memory_queue.store import MemoryRequestStore
+from headrace_testing.wire_messages import STORED
 
 
 @pytest.fixture
@@ -57,14 +58,8 @@ async def test_a_cancellation_reaches_the_queue_although_the_session_has_ended(
 
     client = SlowlyCancelled()
     sessions = Sessions(client, MemoryRequestStore(MemoryBackend()), settle)
-    stored = StoredRequest(
-        request_id="0" * 32,
-        operation="text_completion",
-        fingerprint=b"",
-        created=1,
-        expires_ms=2,
-        requests=(replace(make_request(), window_ms=1, keep_ms=1),),
-    )
+    requests = (replace(make_request(), window_ms=1, keep_ms=1),)
+    stored = replace(STORED, requests=requests, stop=())
 
     (accepted,) = await sessions.open(stored, served.get(MODEL).tokenizer, fresh=True)
     await accepted.generation.cancel()
