@@ -42,6 +42,7 @@ class History:
     """Data that scaling has learned about one model, and its latest recommendations and changes.
 
     `starts` are the moments at which the starting replicas were requested, oldest first.
+    `started_at` is the moment at which the last of them became ready.
     `engine_requests` and `engine_tokens` are the speeds per second of one engine at full load; they
     follow from `request_rate` and `token_rate`. `pace` is what it needs for a token. `arrivals` is
     the smoothed number of requests admitted per second, `surge` the same over the last seconds.
@@ -54,6 +55,7 @@ class History:
     ready: int = 0
     active_at: float | None = None
     starts: tuple[float, ...] = ()
+    started_at: float | None = None
     cold_start: float | None = None
     engine_capacity: float | None = None
     engine_requests: float | None = None
@@ -79,18 +81,15 @@ class History:
 
         After a time without metrics, idle time and stabilization windows start again.
         """
-        starts, cold_start = self._pods(seen, now)
         blind = self.seen_at is None or now - self.seen_at > 2 * policy.stale_after
         windows = ((now, seen.replicas),) if blind else None
         learned = replace(
-            self,
+            self._pods(seen, now),
             seen_at=now,
             ready=seen.ready,
             active_at=now if blind or _has_work(seen) else self.active_at,
             highest=windows or self.highest,
             lowest=windows or self.lowest,
-            starts=starts,
-            cold_start=cold_start,
         )
         elapsed = 0.0 if self.seen_at is None else now - self.seen_at
         if arrival_rate is not None:
@@ -122,15 +121,21 @@ class History:
         excess = max(0.0, self.surge - self.arrivals - noise)
         return self.arrivals + min(excess * (1 + rise), excess + self.surge)
 
-    def _pods(self, seen: ScalingObservation, now: float) -> tuple[tuple[float, ...], float | None]:
-        """The present starts, and the mean cold start including those that have just ended."""
+    def _pods(self, seen: ScalingObservation, now: float) -> "History":
+        """Learns the present starts, and the mean cold start including those that have just
+        ended."""
         arrived = min(len(self.starts), max(0, seen.ready - self.ready))
         cold_start = self.cold_start
         for start in self.starts[:arrived]:
             took = now - start
             cold_start = took if cold_start is None else _mix(cold_start, took, START_WEIGHT)
         going = self.starts[arrived:][: seen.starting]
-        return (*going, *[now] * (seen.starting - len(going))), cold_start
+        return replace(
+            self,
+            starts=(*going, *[now] * (seen.starting - len(going))),
+            started_at=now if arrived else self.started_at,
+            cold_start=cold_start,
+        )
 
     def _speeds(self, engines: EngineSignals, ready: int, elapsed: float) -> "History":
         """Learns the speeds of an engine at full load, from what it does at the present load."""

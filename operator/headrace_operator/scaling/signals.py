@@ -159,11 +159,12 @@ def _age(
     now: float,
 ) -> Estimate:
     """The age's estimate: a tenth more engines, at least one, unless starting engines may still
-    help."""
+    help, or one has just started and the metrics may not show yet what it took."""
     age, most = queue.oldest_age, policy.max_age
     if queue.waiting == 0 or age <= most:
         return Estimate(Signal.OLDEST_AGE, age, most, 0.0)
     cold_start = history.cold_start or policy.cold_start
     starting = any(now - start < STALLED * cold_start for start in history.starts)
-    extra = 0 if starting else max(1, ceil(seen.replicas / 10))
+    started = history.started_at is not None and now - history.started_at < most
+    extra = 0 if starting or started else max(1, ceil(seen.replicas / 10))
     return Estimate(Signal.OLDEST_AGE, age, most, float(seen.replicas + extra))

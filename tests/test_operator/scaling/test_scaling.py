@@ -145,6 +145,17 @@ def test_an_old_request_adds_no_more_engines_while_one_starts() -> None:
     assert (decision.replicas, decision.reason) == (5, Reason.STARTING)
 
 
+def test_an_old_request_adds_no_engine_when_one_has_just_started() -> None:
+    starting = first(see(0, replicas=1, waiting=1, oldest_age=11.0))
+    started = see(1, at=10.0, waiting=1, oldest_age=21.0)
+
+    soon = decide(started, POLICY, starting.history, 10.0)
+    later = decide(replace(started, at=20.0), POLICY, soon.history, 20.0)
+
+    assert (soon.replicas, later.replicas) == (1, 2)
+    assert later.reason is Reason.OLDEST_AGE
+
+
 def test_a_small_deviation_changes_nothing() -> None:
     assert first(see(10, share=0.54)).replicas == 10
     assert first(see(10, share=0.57)).replicas == 12
