@@ -80,7 +80,11 @@ class Bench:
         concurrency: int,
         started: Callable[[], None] = lambda: None,
     ) -> list[Stream]:
-        return read_streams(self.gateway.url, PATHS[endpoint], bodies, concurrency, started)
+        streams = read_streams(self.gateway.url, PATHS[endpoint], bodies, concurrency, started)
+        refused = next((stream.status for stream in streams if stream.status != 200), None)
+        if refused is not None:
+            raise RuntimeError(f"the gateway refused a request with status {refused}")
+        return streams
 
     def decode(
         self, endpoint: str, streams: int, tokens: int, emitting: "Emitting"

@@ -7,11 +7,17 @@ from typing import Any
 import pytest
 
 from headrace_cluster.kubectl import CommandFailed
-from headrace_cluster.release import INSTALLED, Release, Service, installation, remove_left_releases
-from headrace_cluster.specs import MODEL, demo_service
+from headrace_cluster.release import (
+    INSTALLED,
+    Release,
+    Service,
+    installation,
+    remove_left_releases,
+    serve,
+)
+from headrace_cluster.specs import demo_service
 from headrace_common.text.checkpoint import resolve
 from headrace_testing.greedy import GreedyCase, clear_cases
-from headrace_testing.processes import until
 
 CASES = 24
 OUTPUT_TOKENS = 64
@@ -62,11 +68,7 @@ def release(installed: Release) -> Iterator[Release]:
 @pytest.fixture(scope="module")
 def service(release: Release) -> Service:
     """The demo model, served by one engine."""
-    service = Service(release, MODEL)
-    release.kubectl.apply(demo_service())
-    service.until_ready(1)
-    until(lambda: MODEL in release.models(), f"{MODEL} to be listed")
-    return service
+    return serve(release, demo_service())
 
 
 @pytest.hookimpl(wrapper=True)

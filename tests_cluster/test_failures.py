@@ -7,7 +7,7 @@ import pytest
 
 from headrace_cluster.kubectl import PodLog
 from headrace_cluster.load import Load
-from headrace_cluster.release import Release, Service
+from headrace_cluster.release import Release, Service, serve
 from headrace_cluster.specs import MODEL, demo_service
 from headrace_testing.greedy import GreedyCase
 from headrace_testing.processes import until
@@ -21,13 +21,9 @@ OPERATOR = "headrace-operator"
 def service(release: Release) -> Iterator[Service]:
     """The demo model with two engines and two gateways, so that the second takes over when one
     dies."""
-    service = Service(release, MODEL)
-    release.kubectl.apply(demo_service(replicas=2))
     release.kubectl("scale", "deployment", GATEWAY, "--replicas=2")
     release.until_rolled_out(f"deployment/{GATEWAY}")
-    service.until_ready(2)
-    until(lambda: MODEL in release.models(), f"{MODEL} to be listed")
-    yield service
+    yield serve(release, demo_service(replicas=2))
     release.kubectl("scale", "deployment", GATEWAY, "--replicas=1")
     until(lambda: len(release.pods("gateway")) == 1, "one gateway to be left")
 

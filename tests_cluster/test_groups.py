@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from headrace_cluster.load import Load
-from headrace_cluster.release import PATIENCE_S, Release, Service
+from headrace_cluster.release import PATIENCE_S, Release, Service, serve
 from headrace_cluster.specs import MODEL, demo_service
 from headrace_testing.greedy import GreedyCase
 from headrace_testing.processes import until
@@ -21,11 +21,7 @@ def service(release: Release) -> Service:
     """The demo model, served by two engines that have a pod on each of two nodes."""
     manifest = demo_service(replicas=2)
     manifest["spec"]["engine"] |= {"tensorParallelSize": NODES, "nodes": NODES}
-    release.kubectl.apply(manifest)
-    service = Service(release, MODEL, nodes=NODES)
-    service.until_ready(2)
-    until(lambda: MODEL in release.models(), f"{MODEL} to be listed", PATIENCE_S)
-    return service
+    return serve(release, manifest)
 
 
 @pytest.fixture

@@ -17,7 +17,7 @@ import pytest
 from headrace_cluster.kubectl import Manifest, PodLog, run
 from headrace_cluster.load import Load
 from headrace_cluster.processors import ProcessorWaits, Span
-from headrace_cluster.release import Release, Service
+from headrace_cluster.release import Release, Service, serve
 from headrace_cluster.specs import ENGINE_SETTINGS, MODEL, demo_service
 from headrace_cluster.watch import PodWatch
 from headrace_testing.greedy import GreedyCase
@@ -40,12 +40,8 @@ SETTINGS = {**ENGINE_SETTINGS, "maxNumSeqs": STREAMS}
 @pytest.fixture(scope="module")
 def engines(release: Release) -> Service:
     """Two engines, each of which has room for all streams."""
-    service = Service(release, MODEL)
     engine = demo_service()["spec"]["engine"] | {"settings": SETTINGS}
-    release.kubectl.apply(demo_service(replicas=2, engine=engine))
-    service.until_ready(2)
-    until(lambda: MODEL in release.models(), f"{MODEL} to be listed")
-    return service
+    return serve(release, demo_service(replicas=2, engine=engine))
 
 
 @pytest.fixture

@@ -222,3 +222,14 @@ def refusal(release: Release, manifest: Manifest) -> str:
     except CommandFailed as refused:
         return str(refused)
     raise AssertionError(f"accepted: {manifest}")
+
+
+def serve(release: Release, manifest: Manifest) -> Service:
+    """The ModelService of a manifest, once its engines are ready and the gateways list it."""
+    release.kubectl.apply(manifest)
+    spec = manifest["spec"]
+    name = spec["model"]["servedName"]
+    service = Service(release, manifest["metadata"]["name"], spec["engine"].get("nodes", 1))
+    service.until_ready(spec["replicas"])
+    until(lambda: name in release.models(), f"{name} to be listed", PATIENCE_S)
+    return service
