@@ -22,7 +22,7 @@ def headrace(options: argparse.Namespace) -> Run:
 
     llm = LLM(
         options.model,
-        dtype="bfloat16",
+        dtype=options.dtype,
         quantization="int8" if options.weights == "int8" else "none",
         threads=options.threads,
         max_model_len=options.max_model_len,
@@ -49,7 +49,7 @@ def vllm(options: argparse.Namespace) -> Run:
 
     llm = LLM(
         model=options.model,
-        dtype="bfloat16",
+        dtype=options.dtype,
         max_model_len=options.max_model_len,
         enable_prefix_caching=False,
         skip_tokenizer_init=True,
@@ -128,6 +128,7 @@ def main() -> None:
     parser.add_argument("engine", choices=ENGINES)
     parser.add_argument("--model", required=True)
     parser.add_argument("--weights", default="bf16")
+    parser.add_argument("--dtype", default="auto", help="llama.cpp takes the file's")
     parser.add_argument("--threads", type=int, required=True)
     parser.add_argument("--max-model-len", type=int, default=1024)
     parser.add_argument("--kv-cache-bytes", type=int, default=2**31)

@@ -147,18 +147,17 @@ def headrace_command(model: Path, folder: Path) -> Callable[[int], Sequence[str]
         return [
             *(sys.executable, "-m", "headrace_cli", "up", "--model", str(model)),
             *("--port", str(port), "--data-dir", str(folder), "--"),
-            *("--dtype", "bfloat16", "--max-model-len", str(MAX_MODEL_LEN)),
-            "--no-enable-prefix-caching",
+            *("--max-model-len", str(MAX_MODEL_LEN), "--no-enable-prefix-caching"),
         ]
 
     return command
 
 
-def vllm_command(python: Path, model: Path) -> Callable[[int], Sequence[str]]:
+def vllm_command(python: Path, model: Path, dtype: str) -> Callable[[int], Sequence[str]]:
     def command(port: int) -> Sequence[str]:
         return [
             *(str(python), "-m", "vllm.entrypoints.openai.api_server", "--model", str(model)),
-            *("--host", "127.0.0.1", "--port", str(port), "--dtype", "bfloat16"),
+            *("--host", "127.0.0.1", "--port", str(port), "--dtype", dtype),
             *("--max-model-len", str(MAX_MODEL_LEN), "--no-enable-prefix-caching"),
             "--disable-uvicorn-access-log",
         ]
@@ -187,9 +186,9 @@ def uninterrupted() -> Iterator[None]:
 
 @contextmanager
 def servers(
-    model: Path, vllm: Path, vllm_environment: Mapping[str, str], verbose: bool
+    model: Path, vllm: Path, dtype: str, vllm_environment: Mapping[str, str], verbose: bool
 ) -> Iterator[list[Server]]:
-    """Headrace's stack, then vLLM's server if it is installed."""
+    """Headrace's stack, then vLLM's server with this dtype if it is installed."""
     running: list[Server] = []
     with tempfile.TemporaryDirectory() as folder:
         try:
@@ -198,7 +197,7 @@ def servers(
                 running.append(Server("headrace", command, os.environ, verbose))
             running[-1].prepare()
             if vllm.exists():
-                peer = vllm_command(vllm, model)
+                peer = vllm_command(vllm, model, dtype)
                 environment = {"VLLM_CPU_KVCACHE_SPACE": "2", **vllm_environment}
                 with uninterrupted():
                     running.append(Server("vllm-tuned", peer, environment, verbose))
@@ -209,11 +208,13 @@ def servers(
                 server.close()
 
 
-def compete(options: argparse.Namespace, vllm_environment: Mapping[str, str]) -> list[ServerResult]:
-    """Runs all rounds; returns the results, Headrace's first."""
+def compete(
+    options: argparse.Namespace, dtype: str, vllm_environment: Mapping[str, str]
+) -> list[ServerResult]:
+    """Runs all rounds; returns the results, Headrace's first. `dtype` is vLLM's."""
     python = options.peers / "vllm" / "bin" / "python"
     with servers(
-        options.peers / "models" / "small", python, vllm_environment, options.verbose
+        options.peers / "models" / "small", python, dtype, vllm_environment, options.verbose
     ) as running:
         for number in range(options.rounds):
             for server in running:

@@ -5,6 +5,9 @@
 DIR (or $PEERS) holds the peers and the models, see benchmarks/README.md. What is not there is named
 and left out. Each round has new prompts of the same lengths; an engine that is not at its turn is
 stopped. Printed are medians, minimum, maximum, and ratios: how many times better Headrace is.
+
+Headrace has the dtype that it chooses by itself, llama.cpp that of the file. vLLM has the one that
+is fastest on this machine, which is tried with each model.
 """
 
 import argparse
@@ -16,23 +19,29 @@ import statistics
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
-from dataclasses import asdict, dataclass, field
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import asdict, dataclass, field, replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import IO, Any
 
 import numpy as np
 import psutil
+import torch
 
 import peer_servers
+from cpu_kernels import measure_roofs
+from headrace_engine.kernels.cpu import library
 
 CHILD = Path(__file__).with_name("peer_engines.py")
 LONG_PROMPT, LONG_COUNT, LONG_CONTEXT = 8000, 8, 8192
 SINGLE_PROMPT, SINGLE_OUTPUT = 32, 128
 SINGLE_REPEATS = 3
+# A dtype whose start and round take this many times as long as the first one's is too slow.
+TOO_SLOW = 3
 VOCAB_SIZE = 32_000
 # Where distributions install the allocator that vLLM's documentation recommends.
 TCMALLOC = ("/usr/lib/*/libtcmalloc_minimal.so.4", "/usr/lib64/libtcmalloc_minimal.so.4")
@@ -40,7 +49,8 @@ TCMALLOC = ("/usr/lib/*/libtcmalloc_minimal.so.4", "/usr/lib64/libtcmalloc_minim
 
 @dataclass(frozen=True)
 class Engine:
-    """`child` is the name in peer_engines.py. `venv` None is Headrace's own environment."""
+    """`child` is the name in peer_engines.py. `venv` None is Headrace's own environment. The
+    fastest of `dtypes` is found before the first workload of each model."""
 
     name: str
     child: str
@@ -48,12 +58,13 @@ class Engine:
     weights: str = "bf16"
     suffix: str = ""  # of the model's file, if it is not the checkpoint
     compiles: bool = True  # only vLLM may not
+    dtypes: tuple[str, ...] = ("auto",)
 
 
 HEADRACE = Engine("headrace", "headrace", None)
 HEADRACE_INT8 = Engine("headrace-int8", "headrace", None, weights="int8")
-VLLM = Engine("vllm-tuned", "vllm", "vllm")
-VLLM_EAGER = Engine("vllm-eager", "vllm", "vllm", compiles=False)
+VLLM = Engine("vllm-tuned", "vllm", "vllm", dtypes=("float32", "bfloat16"))
+VLLM_EAGER = replace(VLLM, name="vllm-eager", compiles=False)
 LLAMA_BF16 = Engine("llama.cpp-bf16", "llama.cpp", "lcpp", suffix="-bf16.gguf")
 LLAMA_Q8 = Engine("llama.cpp-q8_0", "llama.cpp", "lcpp", suffix="-q8_0.gguf")
 LLAMA_Q4 = Engine("llama.cpp-q4_k_m", "llama.cpp", "lcpp", suffix="-q4_k_m.gguf")
@@ -119,6 +130,7 @@ class Result:
 
     workload: str
     engine: str
+    dtype: str
     rates: list[float] = field(default_factory=list)
     startup_s: float = 0.0
     rss_mb: int = 0
@@ -139,13 +151,19 @@ class Contestant:
     """
 
     def __init__(
-        self, engine: Engine, workload: Workload, model: Path, options: argparse.Namespace
+        self,
+        engine: Engine,
+        workload: Workload,
+        model: Path,
+        dtype: str,
+        options: argparse.Namespace,
     ) -> None:
-        self.result = Result(workload.name, engine.name)
+        self.result = Result(workload.name, engine.name, dtype)
         self._workload = workload
         python = _python(engine, options.peers)
         command = [str(python), "-P", str(CHILD), engine.child, "--model", str(model)]
-        command += ["--weights", engine.weights, "--threads", str(options.threads)]
+        command += ["--weights", engine.weights, "--dtype", dtype]
+        command += ["--threads", str(options.threads)]
         command += ["--max-model-len", str(workload.max_model_len)]
         command += [] if engine.compiles else ["--eager"]
         self._begun = time.perf_counter()
@@ -180,10 +198,20 @@ class Contestant:
         self.result.rates.append(rate)
         return rate
 
+    @contextmanager
+    def limited(self, seconds: float | None) -> Iterator[None]:
+        """Ends the engine if the block takes longer."""
+        timer = threading.Timer(seconds or threading.TIMEOUT_MAX, self._signal, (signal.SIGKILL,))
+        timer.start()
+        try:
+            yield
+        finally:
+            timer.cancel()
+
     def close(self) -> None:
-        self._signal(signal.SIGCONT)
-        self._signal(signal.SIGKILL)
-        self._process.wait()
+        with self._process:  # closes the pipes and waits
+            self._signal(signal.SIGCONT)
+            self._signal(signal.SIGKILL)
 
     def _decode_rate(self, prompts: list[list[int]], count: int) -> float:
         """Tokens per second after the first token, whose time belongs to the prompt."""
@@ -283,8 +311,49 @@ def missing(engine: Engine, workload: Workload, peers: Path) -> str | None:
     return None
 
 
+Chosen = dict[tuple[str, str], str]
+"""The dtype with which an engine is fastest, by the engine's and the model's name."""
+
+
+def choose_dtype(
+    engine: Engine,
+    workload: Workload,
+    model: Path,
+    options: argparse.Namespace,
+    chosen: Chosen,
+) -> str:
+    """The engine's fastest dtype, by a round of this workload if the model has had none before.
+
+    Raises EngineEndedError if the engine runs with none of them.
+    """
+    key = engine.name, workload.model
+    if len(engine.dtypes) == 1 or key in chosen:
+        return chosen.get(key, engine.dtypes[0])
+    rates: dict[str, float] = {}
+    limit = None
+    for dtype in engine.dtypes:
+        begun = time.perf_counter()
+        with ExitStack() as stack:
+            with peer_servers.uninterrupted():
+                contestant = Contestant(engine, workload, model, dtype, options)
+                stack.callback(contestant.close)
+            try:
+                with contestant.limited(limit):
+                    contestant.prepare()
+                    rates[dtype] = contestant.turn(options.rounds)
+                limit = limit or TOO_SLOW * (time.perf_counter() - begun)
+                found = f"{rates[dtype]:10.1f} {workload.unit}"
+            except EngineEndedError as error:
+                ended, found = error, "did not run, or took too long"
+        print(f"{workload.model:14}{dtype:11}  {engine.name:18}{found}", file=sys.stderr)
+    if not rates:
+        raise ended
+    chosen[key] = max(rates, key=lambda dtype: rates[dtype])
+    return chosen[key]
+
+
 def compete(
-    workload: Workload, options: argparse.Namespace, scratch: Path
+    workload: Workload, options: argparse.Namespace, scratch: Path, chosen: Chosen
 ) -> tuple[list[Result], list[str]]:
     """The results of a workload, Headrace's first, and the reasons why others were left out."""
     reasons = {
@@ -300,9 +369,10 @@ def compete(
     try:
         for engine in present:
             with lengthened(_model(engine, workload, options.peers), workload, scratch) as model:
-                with peer_servers.uninterrupted():
-                    contestants.append(Contestant(engine, workload, model, options))
                 try:
+                    dtype = choose_dtype(engine, workload, model, options, chosen)
+                    with peer_servers.uninterrupted():
+                        contestants.append(Contestant(engine, workload, model, dtype, options))
                     contestants[-1].prepare()
                     ready.append(contestants[-1])
                 except EngineEndedError as error:
@@ -321,6 +391,14 @@ def compete(
         for contestant in contestants:
             contestant.close()
     return [contestant.result for contestant in ready], list(reasons.values())
+
+
+def compete_served(options: argparse.Namespace, chosen: Chosen) -> list[peer_servers.ServerResult]:
+    dtype = VLLM.dtypes[0]
+    if not missing(VLLM, WORKLOADS[0], options.peers):
+        model = _model(VLLM, WORKLOADS[0], options.peers)
+        dtype = choose_dtype(VLLM, WORKLOADS[0], model, options, chosen)
+    return peer_servers.compete(options, dtype, _environment(VLLM, options))
 
 
 def ratios(results: Sequence[Result]) -> dict[str, float]:
@@ -353,16 +431,29 @@ def machine() -> dict[str, Any]:
         ],
         "memory_gib": round(psutil.virtual_memory().total / 2**30),
         "load_1m": os.getloadavg()[0],
+        "kernels": library.load().isa,
     }
 
 
+def show_machine(found: dict[str, Any], rounds: int) -> None:
+    roofs = found["roofs"]
+    print(
+        f"{found['processor']} ({found['kernels']}), {found['cores']} cores, {rounds} rounds; "
+        f"memory {roofs['bandwidth']:.1f} GB/s, "
+        f"products {roofs['products']:.0f} GFLOP/s ({roofs['products_by']})"
+    )
+
+
 def show(results: Sequence[Result], found: dict[str, float]) -> None:
-    print(f"{'workload':14}{'engine':18}{'tok/s':>9}{'min-max':>18}{'x':>7}{'start s':>9}{'MB':>7}")
+    print(
+        f"{'workload':14}{'engine':18}{'dtype':9}{'tok/s':>9}{'min-max':>18}{'x':>7}"
+        f"{'start s':>9}{'MB':>7}"
+    )
     for result in results:
         spread = f"{min(result.rates):.1f}-{max(result.rates):.1f}"
         ratio = found.get(f"{result.workload}/{result.engine}")
         print(
-            f"{result.workload:14}{result.engine:18}{result.rate:9.1f}{spread:>18}"
+            f"{result.workload:14}{result.engine:18}{result.dtype:9}{result.rate:9.1f}{spread:>18}"
             f"{'' if ratio is None else f'{ratio:.2f}':>7}{result.startup_s:9.1f}{result.rss_mb:7}"
         )
 
@@ -389,16 +480,18 @@ def arguments() -> argparse.Namespace:
 
 def main() -> None:
     options = arguments()
-    described, results = machine(), list[Result]()
+    described, results, chosen = machine(), list[Result](), Chosen()
     with tempfile.TemporaryDirectory() as scratch:
         for workload in options.workloads:
-            found, reasons = compete(workload, options, Path(scratch))
+            found, reasons = compete(workload, options, Path(scratch), chosen)
             results += found
             for reason in reasons:
                 print(reason, file=sys.stderr)
-    served = peer_servers.compete(options, _environment(VLLM, options)) if options.http else []
+    served = compete_served(options, chosen) if options.http else []
     found_ratios = ratios(results) | peer_servers.ratios(served)
-    print(f"{described['processor']}, {described['cores']} cores, {options.rounds} rounds")
+    if results or served:
+        described["roofs"] = asdict(measure_roofs(torch.bfloat16, rounds=5))
+        show_machine(described, options.rounds)
     show(results, found_ratios)
     peer_servers.show(served)
     if options.json is not None:

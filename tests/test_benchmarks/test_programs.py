@@ -6,7 +6,9 @@ import os
 import signal
 import subprocess
 import sys
+from argparse import Namespace
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
@@ -15,6 +17,7 @@ import psutil
 import pytest
 import torch
 
+import peers
 from headrace_testing.checkpoints import save_checkpoint
 from headrace_testing.processes import until
 
@@ -203,6 +206,22 @@ def test_peers_that_are_interrupted_leave_no_engine(
     for each in left:
         each.kill()
     assert left == []
+
+
+def test_a_dtype_that_takes_too_long_is_not_chosen(
+    model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(peers, "VOCAB_SIZE", 64)
+    monkeypatch.setattr(peers, "TOO_SLOW", 1e-9)
+    engine = replace(peers.HEADRACE, dtypes=("float32", "bfloat16"))
+    workload = peers.Workload("small-1", "small", "single", 1, (engine,))
+    options = Namespace(peers=tmp_path, rounds=1, threads=1, verbose=False)
+    chosen = peers.Chosen()
+
+    dtype = peers.choose_dtype(engine, workload, Path(model), options, chosen)
+
+    assert dtype == "float32"
+    assert chosen == {("headrace", "small"): "float32"}
 
 
 def test_offline(run: Run, model: str, tmp_path: Path) -> None:
