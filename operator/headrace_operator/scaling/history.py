@@ -42,7 +42,7 @@ class History:
     """Data that scaling has learned about one model, and its latest recommendations and changes.
 
     `starts` are the moments at which the starting replicas were requested, oldest first.
-    `started_at` is the moment at which the last of them became ready.
+    `started_at` is the moment at which a start last ended with a ready engine.
     `engine_requests` and `engine_tokens` are the speeds per second of one engine at full load; they
     follow from `request_rate` and `token_rate`. `pace` is what it needs for a token. `arrivals` is
     the smoothed number of requests admitted per second, `surge` the same over the last seconds.
