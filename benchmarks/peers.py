@@ -394,6 +394,7 @@ def compete(
 
 
 def compete_served(options: argparse.Namespace, chosen: Chosen) -> list[peer_servers.ServerResult]:
+    """The servers' results, Headrace's first; vLLM's has its fastest dtype."""
     dtype = VLLM.dtypes[0]
     if not missing(VLLM, WORKLOADS[0], options.peers):
         model = _model(VLLM, WORKLOADS[0], options.peers)
