@@ -32,7 +32,7 @@ LONGEST = 10.0
 # Seconds without writing after the store failed, for example because its volume is full.
 PAUSE = 30.0
 # A paced writer rests this many times as long as a write took.
-PACE = 50
+PACE = 100
 # Hashes that are remembered as written, so that they are not written again.
 MOST_KNOWN = 2**18
 

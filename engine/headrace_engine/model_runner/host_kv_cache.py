@@ -116,7 +116,7 @@ class HostKVCache:
 
     def synchronize(self) -> None:
         """Waits for the device, so that a measured step is complete."""
-        if self._device.type == "cuda":
+        if self._stream is not None:
             torch.cuda.synchronize(self._device)
 
 

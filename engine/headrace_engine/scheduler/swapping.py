@@ -74,6 +74,8 @@ class Swapping:
 
     def take(self) -> tuple[tuple[tuple[int, int], ...], tuple[tuple[int, int], ...]]:
         """Takes the copies out and in, for the step that is scheduled now."""
+        if not self.outs and not self.ins:
+            return (), ()
         # A block may have got a second owner, if the policy preempted the first one at once.
         last = {device: host for host, device in self.ins}
         outs = tuple(self.outs)

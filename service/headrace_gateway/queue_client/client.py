@@ -33,12 +33,9 @@ from headrace_common.protocol.requests import UNKNOWN_RATE_S
 from headrace_common.protocol.variants import is_comparison
 from headrace_common.wire.messages import (
     Control,
-    Failed,
     Frame,
     GenerateRequest,
     Reply,
-    Sync,
-    Takeover,
 )
 
 from .generation import Delta, Generation, GenerationCallbacks
@@ -476,9 +473,7 @@ class GenerationClient:
         self._count("unknown_request")
         if disown := self._late.answer(frame.engine_id, reply, now):
             self._send(frame.engine_id, frame.model, disown)
-        again = isinstance(reply, Takeover | Sync | Failed)
-        if again and not self._late.has_left(reply.request_id):
-            # Redis may have lost the end of the request, which then ends once more.
+        if self._late.runs_again(reply, now):
             self._in_background(self._write_given(reply.request_id))
 
     def _taken(self, generation: Generation, engine_id: str, cached_tokens: int) -> None:

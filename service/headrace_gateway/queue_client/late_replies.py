@@ -1,4 +1,4 @@
-"""Decides which replies to requests that are not in flight here are answered with a Disown.
+"""What replies to requests that are not in flight here mean, and which are answered with a Disown.
 
 An engine that runs a request without a client here gets a Disown, but not for each frame that was
 on its way when the request ended. It remembers a bounded number of requests; forgetting one costs a
@@ -9,7 +9,7 @@ from collections import OrderedDict
 from collections.abc import Hashable
 from typing import Generic, TypeVar
 
-from headrace_common.wire.messages import Disown, Reply, Sync, Takeover
+from headrace_common.wire.messages import Disown, Failed, Reply, Sync, Takeover
 
 REMEMBERED = 10_000
 
@@ -76,3 +76,14 @@ class LateReplies:
             return None
         self._disowned.note(key, now)
         return Disown(request_id=rid, attempt=reply.attempt, superseded=False)
+
+    def runs_again(self, reply: Reply, now: float) -> bool:
+        """Whether a request that ended here may end once more, since Redis has lost its end."""
+        rid = reply.request_id
+        if rid in self._left:
+            return False
+        if isinstance(reply, Takeover | Sync | Failed):
+            return True
+        # Earlier frames were on their way when it ended. One of the others is enough.
+        last = getattr(reply, "finish_reason", None) is not None
+        return last and rid in self._ended and not self._ended.within(rid, self._silence, now)

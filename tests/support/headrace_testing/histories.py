@@ -85,6 +85,7 @@ class ChaosSystem:
         self.given: dict[str, tuple[int, int]] = {}  # prompt and output tokens of ended requests
         self._entries: dict[str, list[UsageEntry]] = {}  # as they were read last, by request
         self._running: set[str] = set()
+        self._isolated = 0  # queues that reach no gateway
         # When Redis lost data, these had ended without being entered; and these ran: such a request
         # is entered only if its gateway queues it again before it ends.
         self._lost: set[str] = set()
@@ -136,6 +137,8 @@ class ChaosSystem:
                 await self.read_ledger()
                 self.server.roll_back(folder / "snapshot")
                 self._note_loss()
+                if self._isolated:
+                    await self._note_reopened()  # before the ledger is read: they may end now
                 await self.read_ledger()
                 self._note_loss()
 
@@ -145,7 +148,12 @@ class ChaosSystem:
         for engine in self.engines:
             isolated = IsolatedQueue(engine.queue)
             engine.queue = cast(EngineQueue, isolated)
-            asyncio.get_running_loop().call_later(2.0, isolated.reconnect)
+            self._isolated += 1
+            asyncio.get_running_loop().call_later(2.0, self._reconnect, isolated)
+
+    def _reconnect(self, isolated: IsolatedQueue) -> None:
+        isolated.reconnect()
+        self._isolated -= 1
 
     async def answer(self, request: GenerateRequest) -> list[list[int]]:
         """Returns the tokens of each choice, and checks that none is lost or repeated."""
