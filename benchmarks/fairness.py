@@ -1,6 +1,7 @@
 """Measures tenants' shares of one model on several real engines: one greedy tenant and nine modest.
 
-    python benchmarks/fairness.py [--engines 4] [--shards 3] [--seconds 150] [--json FILE]
+    PYTHONPATH=tests/support python benchmarks/fairness.py \\
+        [--engines 4] [--shards 3] [--seconds 150] [--json FILE]
 
 Real processes on loopback: Valkey, a gateway with API keys, engines with a tiny random model that
 pause after each step, so that they are the bottleneck. Every tenant keeps a constant number of

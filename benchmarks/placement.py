@@ -1,6 +1,7 @@
 """Compares placement of requests with a plain shared queue, by the queue's rules in virtual time.
 
-    python benchmarks/placement.py [--engines 16] [--slots 32] [--load 0.85] [--json FILE]
+    PYTHONPATH=tests/support python benchmarks/placement.py \\
+        [--engines 16] [--slots 32] [--load 0.85] [--json FILE]
 
 The queue is MemoryBackend, which a test compares with the scripts; the placement is the gateway's.
 Engines are slots with an LRU cache of prompt prefixes. The prefix of each prompt is drawn from a

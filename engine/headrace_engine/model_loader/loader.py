@@ -64,6 +64,8 @@ def place_model(
         device = torch.device("cuda", shard.rank % config.ranks_per_node)
         torch.cuda.set_device(device)
     dtype = pick_dtype(config.dtype, checkpoint, device)
+    dtype_name = str(dtype).removeprefix("torch.")
+    logger.info("loading weights", extra={"dtype": dtype_name, "device": str(device)})
     wanted, deterministic = config.attention_backend, config.deterministic
     stored = pick_cache_dtype(config.kv_cache_dtype)
     native, name = config.model_implementation != "transformers", checkpoint.architecture

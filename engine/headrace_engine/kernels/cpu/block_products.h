@@ -124,9 +124,9 @@ __attribute__((noinline)) inline void multiply_block_rows(const headrace_packed_
 // rounded. `unpacked` holds a panel of floats.
 template <class Math, class Emit>
 void multiply_block_piece(const headrace_packed_panel* panels,
-                          const Rows<typename Math::Element>& rows, const QuantRows& quant,
+                          const Rows<typename Math::Factor>& rows, const QuantRows& quant,
                           int64_t inputs, const Piece& piece, typename Math::Element* unpacked,
-                          typename Math::Factor* scratch, const Emit& emit) {
+                          const Emit& emit) {
   const headrace_packed_panel& panel = panels[piece.panel];
   if (rounds_rows<Math>() && panel.kind != kFloats) {
     for (int64_t r = piece.begin; r < piece.end; r += kBlockRows) {
@@ -142,7 +142,7 @@ void multiply_block_piece(const headrace_packed_panel* panels,
     unpack_panel<Math>(panel, inputs, unpacked);
     floats = unpacked;
   }
-  multiply_piece<Math>(rows, floats, inputs, {piece.begin, piece.end, 0}, nullptr, scratch,
+  multiply_piece<Math>(rows, floats, inputs, {piece.begin, piece.end, 0}, nullptr,
                        [&](int64_t row, int64_t, Sums& sums) { emit(row, piece.panel, sums); });
 }
 

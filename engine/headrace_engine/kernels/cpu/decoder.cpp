@@ -59,9 +59,9 @@ class Step {
 
  private:
   bool allocate(Memory& memory) {
-    const int64_t widest = larger(larger(larger(hidden_, larger(query_, qkv_stride_)), decoder_.inner),
-                                  decoder_.expert_inner);
     const LatentSizes latent = latent_sizes();
+    const int64_t widest = larger(larger(larger(hidden_, larger(query_, qkv_stride_)), decoder_.inner),
+                                  larger(decoder_.expert_inner, latent.widest));
     const int64_t residuals = tokens_ + step_.num_logits;
     const int64_t scratch_rows = tokens_ * larger(decoder_.experts_per_token, 1);
     const int64_t outputs = has_output_norms() ? tokens_ * residual_stride() : 0;
@@ -94,9 +94,10 @@ class Step {
     return true;
   }
 
-  // Elements that attention over latents needs, and bytes of its working memory.
+  // Elements that attention over latents needs, bytes of its working memory, and the elements of the
+  // widest rows that its products read.
   struct LatentSizes {
-    int64_t queries, absorbed, found, scratch;
+    int64_t queries, absorbed, found, scratch, widest;
   };
 
   LatentSizes latent_sizes() const {
@@ -105,7 +106,8 @@ class Step {
     const int64_t rank = latent->keys->outputs;
     return {latent->query.weight ? tokens_ * padded(latent->query.outputs) : 0, tokens_ * query_,
             tokens_ * decoder_.num_heads * rank,
-            pool_.threads() * LatentAttention<Math>::scratch_bytes(decoder_.head_dim, rank)};
+            pool_.threads() * LatentAttention<Math>::scratch_bytes(decoder_.head_dim, rank),
+            decoder_.num_heads * larger(latent->keys->inputs + decoder_.rotated, rank)};
   }
 
   // A model has them in all its layers, or in none.
@@ -299,9 +301,11 @@ class Step {
   void apply_heads(const headrace_linear* linears, const Element* data, int64_t each, int64_t stride,
                    const Emit& emit) {
     const Division division = divide<Math>(*linears, tokens_, pool_.threads());
+    const auto all = scratch_.factors_of<Math>(pool_, Rows<Element>{data, stride, tokens_},
+                                               each * decoder_.num_heads);
     pool_.run(division.items() * decoder_.num_heads, [&](int64_t item, int thread) {
       const int64_t head = item / division.items();
-      const Rows<Element> rows{data + head * each, stride, tokens_};
+      const Rows<typename Math::Factor> rows{all.data + head * each, all.stride, tokens_};
       apply_piece<Math>(linears[head], rows, QuantRows{}, piece_of(division, item % division.items()),
                         nullptr, scratch_, thread,
                         [&](int64_t row, int64_t panel, const Sums& sums) { emit(head, row, panel, sums); });

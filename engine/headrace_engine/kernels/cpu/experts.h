@@ -154,15 +154,15 @@ class Experts {
   void each_expert(const headrace_linear* linears, const Rows<Element>& rows,
                    const Scratch& scratch, const Emit& emit) {
     const headrace_linear& like = linears[0];
-    QuantRows quant{};
-    if (needs_quant<Math>(like)) quant = scratch.quantize(pool_, rows, like.inputs);
+    const Inputs<Math> given(pool_, like, rows, scratch);
     const int64_t items = count_items(like);
     pool_.run(items, [&](int64_t item, int thread) {
       const int64_t use = expert_of(item), expert = used_[use], first = first_[expert];
       Piece piece = piece_of(divide_rows(like, use), item - items_before_[use]);
       piece.begin += first;
       piece.end += first;
-      apply_piece<Math>(linears[expert], rows, quant, piece, nullptr, scratch, thread, emit);
+      apply_piece<Math>(linears[expert], given.factors, given.quant, piece, nullptr, scratch, thread,
+                        emit);
     });
   }
 

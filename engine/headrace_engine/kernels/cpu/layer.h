@@ -37,28 +37,39 @@ inline Division divide(const headrace_linear& linear, int64_t rows, int threads)
                   rows_at_once<Math>(linear));
 }
 
+// The rows of a product in the types in which it needs them.
+template <class Math>
+struct Inputs {
+  Rows<typename Math::Factor> factors{};
+  QuantRows quant{};
+
+  Inputs(Pool& pool, const headrace_linear& linear, const Rows<typename Math::Element>& rows,
+         const Scratch& scratch) {
+    if (!linear.scales) factors = scratch.factors_of<Math>(pool, rows, linear.inputs);
+    if (needs_quant<Math>(linear)) quant = scratch.quantize(pool, rows, linear.inputs);
+  }
+};
+
 // emit(row, panel, sums) for one item of a product, its bias added. The first rows' products
 // prefetch `ahead`, which may be null.
 template <class Math, class Emit>
-void apply_piece(const headrace_linear& linear, const Rows<typename Math::Element>& rows,
+void apply_piece(const headrace_linear& linear, const Rows<typename Math::Factor>& factors,
                  const QuantRows& quant, const Piece& piece, const char* ahead,
                  const Scratch& scratch, int thread, const Emit& emit) {
   using Element = typename Math::Element;
-  using Factor = typename Math::Factor;
   const auto biased = [&](int64_t row, int64_t panel, Sums& sums) {
     add_bias(linear, panel, sums);
     emit(row, panel, sums);
   };
-  auto* factors = reinterpret_cast<Factor*>(scratch.factors) + thread * kRows * linear.inputs;
   if (linear.panels) {
     auto* unpacked = reinterpret_cast<Element*>(scratch.unpacked + thread * kPanel * linear.inputs);
-    multiply_block_piece<Math>(linear.panels, rows, quant, linear.inputs, piece, unpacked, factors,
+    multiply_block_piece<Math>(linear.panels, factors, quant, linear.inputs, piece, unpacked,
                                biased);
   } else if (linear.scales) {
     multiply_quant_piece(quant, quant_weights(linear), linear.inputs, piece, biased);
   } else {
-    multiply_piece<Math>(rows, static_cast<const Element*>(linear.weight), linear.inputs, piece,
-                         ahead, factors, biased);
+    multiply_piece<Math>(factors, static_cast<const Element*>(linear.weight), linear.inputs, piece,
+                         ahead, biased);
   }
 }
 
@@ -69,14 +80,14 @@ void apply_linear(Pool& pool, const headrace_linear& linear, const headrace_line
                   const Rows<typename Math::Element>& rows, const Scratch& scratch,
                   const Emit& emit) {
   if (rows.count == 0) return;
-  QuantRows quant{};
-  if (needs_quant<Math>(linear)) quant = scratch.quantize(pool, rows, linear.inputs);
+  const Inputs<Math> given(pool, linear, rows, scratch);
   const Division division = divide<Math>(linear, rows.count, pool.threads());
   const int64_t panel_bytes = linear.inputs * kPanel * sizeof(typename Math::Element);
   pool.run(division.items(), [&](int64_t item, int thread) {
     const char* ahead = weights_after(item, division, pool.threads(), linear.weight, panel_bytes,
                                       then ? then->weight : nullptr);
-    apply_piece<Math>(linear, rows, quant, piece_of(division, item), ahead, scratch, thread, emit);
+    apply_piece<Math>(linear, given.factors, given.quant, piece_of(division, item), ahead, scratch,
+                      thread, emit);
   });
 }
 

@@ -175,17 +175,13 @@ inline int block_of(int64_t inputs) {
   return kRows;
 }
 
-// emit(row, panel, sums) for the rows of a piece. `scratch` holds kRows * inputs factors, if
-// factors differ in type from the rows. The first rows' products prefetch `ahead`, what the thread
-// reads next. A few rows take no longer than their weights take to arrive; prefetching gained
-// nothing there.
+// emit(row, panel, sums) for the rows of a piece. The first rows' products prefetch `ahead`, what
+// the thread reads next. A few rows take no longer than their weights take to arrive; prefetching
+// gained nothing there.
 template <class Math, class Emit>
-void multiply_piece(const Rows<typename Math::Element>& rows, const typename Math::Element* weight,
-                    int64_t inputs, const Piece& piece, const char* ahead,
-                    typename Math::Factor* scratch, const Emit& emit) {
-  using Factor = typename Math::Factor;
+void multiply_piece(const Rows<typename Math::Factor>& rows, const typename Math::Element* weight,
+                    int64_t inputs, const Piece& piece, const char* ahead, const Emit& emit) {
   using Element = typename Math::Element;
-  constexpr bool kSame = std::is_same<Factor, Element>::value;
 #if HEADRACE_TILES
   if constexpr (std::is_same<Math, DotProduct>::value)
     if (on_tiles<Math>(inputs)) return multiply_piece_on_tiles(rows, weight, inputs, piece, emit);
@@ -195,23 +191,13 @@ void multiply_piece(const Rows<typename Math::Element>& rows, const typename Mat
   const char* const enough = ahead + inputs * kPanel * int64_t(sizeof(Element));
   // The fewer blocks of rows there are, the more each prefetches.
   const int lines = !ahead || count_all <= kRows ? 0 : count_all <= 3 * kRows ? 2 : 1;
-  // Blocks have nearly equal heights: a block of a single row would wait for its own sums.
-  int64_t blocks = (count_all + kRows - 1) / kRows;
-  for (int64_t r = piece.begin, count; r < piece.end; r += count, --blocks) {
-    count = (piece.end - r + blocks - 1) / blocks;
-    const Factor* own;
-    int64_t stride = inputs;
-    if constexpr (kSame) {
-      own = rows.data + r * rows.stride;
-      stride = rows.stride;
-    } else {
-      for (int i = 0; i < count; ++i)
-        Math::pack_row(scratch + i * inputs, rows.data + (r + i) * rows.stride, int(inputs));
-      own = scratch;
-    }
+  int count;
+  for (int64_t r = piece.begin, blocks = blocks_of(count_all); r < piece.end; r += count, --blocks) {
+    count = next_height(piece.end - r, blocks);
     Sums sums[kRows];
     const int fetched = ahead < enough ? lines : 0;
-    multiply_block<Math>(fetched, count, own, stride, from, inputs, ahead, sums);
+    multiply_block<Math>(fetched, count, rows.data + r * rows.stride, rows.stride, from, inputs,
+                         ahead, sums);
     ahead += fetched * inputs / Math::kPack * kLine;
     for (int i = 0; i < count; ++i) emit(r + i, piece.panel, sums[i]);
   }

@@ -12,15 +12,20 @@ namespace headrace {
 
 constexpr int kTile = 16;
 
+// Sums of kRows x kColumns vectors hide the time that one addition takes, and fit into registers
+// beside their operands.
 #if defined(__AVX512F__)
 constexpr int kRows = 6, kColumns = 4;
-#elif defined(__AVX2__)
-constexpr int kRows = 3, kColumns = 2;
 #elif defined(__aarch64__)
 constexpr int kRows = 4, kColumns = 4;
 #else
-constexpr int kRows = 2, kColumns = 2;
+constexpr int kRows = 5, kColumns = 2;
 #endif
+
+// The height of the next of `blocks` blocks of `rows` rows, which are of nearly equal height: a
+// block of a single row would wait for its own sums.
+inline int next_height(int64_t rows, int64_t blocks) { return int((rows + blocks - 1) / blocks); }
+inline int64_t blocks_of(int64_t rows) { return (rows + kRows - 1) / kRows; }
 
 // Element: the cache's type. Factor: the type of queries and softmax weights. exponential: 2^x of
 // softmax weights, x <= 0, as exact as a Factor can be.
@@ -254,8 +259,8 @@ template <class Math>
 void score(int rows, const typename Math::Factor* queries,
            const typename Math::Element* const* tiles, const typename Math::Element* const* ahead,
            int tile_count, int dims, float* scores, int score_stride) {
-  for (int r = 0; r < rows; r += kRows) {
-    const int count = rows - r < kRows ? rows - r : kRows;
+  for (int r = 0, blocks = int(blocks_of(rows)), count; r < rows; r += count, --blocks) {
+    count = next_height(rows - r, blocks);
     auto* chosen = r == 0 ? &score_rows<Math, true> : &score_rows<Math, false>;
     chosen(count, queries + r * dims, tiles, ahead, tile_count, dims, scores + r * score_stride,
            score_stride);
@@ -268,8 +273,8 @@ void accumulate(int rows, const typename Math::Factor* weights, int weight_strid
                 const typename Math::Element* const* tiles,
                 const typename Math::Element* const* ahead, int tokens, int dims,
                 const float* decay, float* outputs) {
-  for (int r = 0; r < rows; r += kRows) {
-    const int count = rows - r < kRows ? rows - r : kRows;
+  for (int r = 0, blocks = int(blocks_of(rows)), count; r < rows; r += count, --blocks) {
+    count = next_height(rows - r, blocks);
     auto* chosen = r == 0 ? &accumulate_rows<Math, true> : &accumulate_rows<Math, false>;
     chosen(count, weights + r * weight_stride, weight_stride, tiles, ahead, tokens, dims,
            decay + r, outputs + r * dims);

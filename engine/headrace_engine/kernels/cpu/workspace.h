@@ -67,18 +67,33 @@ struct Scratch {
   float* unpacked = nullptr;  // a panel of floats for each thread
 
   static int64_t bytes(int threads, int64_t rows, int64_t widest) {
-    return Memory::bytes<float>(threads * kRows * widest) + Memory::bytes<int8_t>(rows * widest) +
+    return Memory::bytes<float>(rows * padded(widest)) + Memory::bytes<int8_t>(rows * widest) +
            Memory::bytes<float>(rows * groups_of(widest)) +
            Memory::bytes<int32_t>(rows * kHalves * groups_of(widest)) +
            Memory::bytes<float>(threads * kPanel * widest);
   }
 
   void take(Memory& memory, int threads, int64_t rows, int64_t widest) {
-    factors = memory.take<float>(threads * kRows * widest);
+    factors = memory.take<float>(rows * padded(widest));
     data = memory.take<int8_t>(rows * widest);
     scales = memory.take<float>(rows * groups_of(widest));
     sums = memory.take<int32_t>(rows * kHalves * groups_of(widest));
     unpacked = memory.take<float>(threads * kPanel * widest);  // pages that are not used are free
+  }
+
+  // Rows of the type that products multiply, stored in this scratch if they have another one.
+  template <class Math>
+  Rows<typename Math::Factor> factors_of(Pool& pool, const Rows<typename Math::Element>& rows,
+                                         int64_t inputs) const {
+    if constexpr (std::is_same<typename Math::Factor, typename Math::Element>::value) {
+      return rows;
+    } else {
+      const int64_t stride = padded(inputs);
+      each_row(pool, rows.count, inputs, [&](int64_t r) {
+        Math::pack_row(factors + r * stride, rows.data + r * rows.stride, int(inputs));
+      });
+      return {factors, stride, rows.count};
+    }
   }
 
   // Rows rounded to 8 bits, stored in this scratch.
