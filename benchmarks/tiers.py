@@ -127,11 +127,11 @@ def compare(
         written = -_seconds_of_writing(engines[1])
         for engine in engines:
             add(engine, prompts, lengths.output)
-        seconds = _step_in_turns(engines)
+        none, tiered = _step_in_turns(engines)
         written += _seconds_of_writing(engines[1])
         engines[1].close(CLOSING)
         if turn >= WARM_UP:
-            yield Round(*seconds, written)
+            yield Round(none, tiered, written)
 
 
 def _seconds_of_writing(engine: Engine) -> float:
