@@ -86,11 +86,11 @@ def add(engine: Engine, prompts: list[list[int]], output: int) -> None:
 def answer(engine: Engine, prompt: list[int], output: int) -> list[int]:
     """Greedy tokens after the prompt."""
     add(engine, [prompt], output)
-    answer: list[int] = []
+    found: list[int] = []
     while engine.has_work:
         for one in engine.step():
-            answer += one.token_ids
-    return answer
+            found += one.token_ids
+    return found
 
 
 def converse(

@@ -44,25 +44,25 @@ class IsolatedQueue:
 
     def __init__(self, queue: EngineQueue) -> None:
         self._queue = queue
-        self._isolated = True
+        self.isolated = True
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._queue, name)
 
     def reconnect(self) -> None:
-        self._isolated = False
+        self.isolated = False
 
     async def publish(self, replies: Mapping[str, Sequence[Reply]]) -> None:
-        if not self._isolated:
+        if not self.isolated:
             await self._queue.publish(replies)
 
     async def gateway_alive(self, gateway_id: str) -> bool:
-        return not self._isolated and await self._queue.gateway_alive(gateway_id)
+        return not self.isolated and await self._queue.gateway_alive(gateway_id)
 
     async def journal(self, request_id: str) -> tuple[ChoiceState, ...] | None:
         """The journal without its last half."""
         states = await self._queue.journal(request_id)
-        if states is None or not self._isolated:
+        if states is None or not self.isolated:
             return states
         return tuple(ChoiceState(token_ids=s.token_ids[: len(s.token_ids) // 2]) for s in states)
 
@@ -85,7 +85,7 @@ class ChaosSystem:
         self.given: dict[str, tuple[int, int]] = {}  # prompt and output tokens of ended requests
         self._entries: dict[str, list[UsageEntry]] = {}  # as they were read last, by request
         self._running: set[str] = set()
-        self._isolated = 0  # queues that reach no gateway
+        self._strays: list[IsolatedQueue] = []
         # When Redis lost data, these had ended without being entered; and these ran: such a request
         # is entered only if its gateway queues it again before it ends.
         self._lost: set[str] = set()
@@ -137,7 +137,7 @@ class ChaosSystem:
                 await self.read_ledger()
                 self.server.roll_back(folder / "snapshot")
                 self._note_loss()
-                if self._isolated:
+                if any(queue.isolated for queue in self._strays):
                     await self._note_reopened()  # before the ledger is read: they may end now
                 await self.read_ledger()
                 self._note_loss()
@@ -148,12 +148,8 @@ class ChaosSystem:
         for engine in self.engines:
             isolated = IsolatedQueue(engine.queue)
             engine.queue = cast(EngineQueue, isolated)
-            self._isolated += 1
-            asyncio.get_running_loop().call_later(2.0, self._reconnect, isolated)
-
-    def _reconnect(self, isolated: IsolatedQueue) -> None:
-        isolated.reconnect()
-        self._isolated -= 1
+            self._strays.append(isolated)
+            asyncio.get_running_loop().call_later(2.0, isolated.reconnect)
 
     async def answer(self, request: GenerateRequest) -> list[list[int]]:
         """Returns the tokens of each choice, and checks that none is lost or repeated."""
